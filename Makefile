@@ -1,0 +1,70 @@
+# kvnotes. `make probe-locality` and `make test` set up what they need.
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+
+# MODEL TASK PAIR LAYOUT N SEED LENGTH DEVICE DTYPE RESULTS: each is the flag of its name; unset keeps the default.
+flag  = $(if $($(1)),--$(2) '$($(1))')
+FLAGS = $(strip $(call flag,MODEL,model) $(call flag,TASK,task) $(call flag,PAIR,pair) $(call flag,LAYOUT,layout) \
+        $(call flag,N,n) $(call flag,SEED,seed) $(call flag,LENGTH,length) $(call flag,DEVICE,device) \
+        $(call flag,DTYPE,dtype) $(call flag,RESULTS,results))
+
+# A study's name is its file's stem; its module is found in the packages that hold studies.
+STUDIES := $(basename $(notdir $(filter-out %/__init__.py,$(wildcard probes/*.py circuits/*.py))))
+module   = $(subst /,.,$(basename $(wildcard probes/$(1).py circuits/$(1).py)))
+
+.PHONY: help setup check test models tasks probes calibrate figures show bench clean
+
+help: ## what each target does
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  studies: $(STUDIES)"
+	@echo "  settings: MODEL= TASK= PAIR= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= RESULTS="
+
+setup: $(READY) ## create .venv with the versions known to work together
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("kvnotes needs Python 3.11 or later: set PYTHON=" if sys.version_info < (3, 11) else 0)'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[models,dev]'
+	touch $@
+
+check: $(READY) ## lint, format and types, as the CI runs them
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+test: $(READY) ## all tests; the first run fetches the small models it needs
+	$(PY) -m pytest $(ARGS)
+
+models: $(READY) ## the registry and what is in the cache; MODEL=<name> fetches one
+	$(PY) -m kvnotes.cli models $(call flag,MODEL,model)
+
+tasks: $(READY) ## a coloured sample prompt with its spans, and competence by layout and scenario
+	$(PY) -m kvnotes.cli tasks $(FLAGS)
+
+probe-%: $(READY) ## one study, such as probe-locality: record, figure, printed summary
+	@test -n '$(call module,$*)' || { echo "error: there is no study '$*'; known: $(STUDIES)" >&2; exit 2; }
+	$(PY) -m $(call module,$*) $(FLAGS)
+
+probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other
+
+calibrate: $(READY) ## every study on every planted model, expected beside measured
+	$(PY) -m kvnotes.cli calibrate
+
+figures: $(READY) ## every figure from the records under results/
+	$(PY) -m figures.build $(or $(RESULTS),results)
+
+show: $(READY) ## print a record: R=results/<model>/<study>/<layout>.json
+	@test -n '$(R)' || { echo "error: name a record: make show R=results/<model>/<study>/<layout>.json" >&2; exit 2; }
+	$(PY) -m kvnotes.cli show '$(R)'
+
+bench: $(READY) ## seconds of load, prefill, decode and one locality pair on this machine
+	$(PY) -m kvnotes.cli bench $(call flag,MODEL,model)
+
+clean: ## remove the environment and tool caches; records, figures and weights stay
+	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Component-level studies: one file a study, run by `make probe-<name>`."""

@@ -1,0 +1,57 @@
+"""A study's flags, made from its settings: every setting is a flag, every flag a setting. No torch."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvnotes import config as configs
+from kvnotes.config import RunConfig
+from kvnotes.errors import KVNotesError
+
+INTERRUPTED = 130  # the shell's code for Ctrl-C
+
+
+def run(settings: type[RunConfig], *, study: str, title: str, action: Callable[[RunConfig], Any]) -> None:
+    """Parse the command line into the study's settings and act; known failures are one line and exit code 2."""
+
+    def command(**flags: Any) -> None:
+        action(configs.make(settings, study=study, flags=flags))
+
+    command.__doc__ = f"{title}.\n\nDefaults are those of configs/default.yaml and configs/{study}.yaml."
+    command.__signature__ = _signature(settings, study)  # pyright: ignore[reportFunctionMemberAccess]
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    guard(app)
+
+
+def guard(app: Callable[[], Any]) -> None:
+    """Run a command line; a known failure is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
+    try:
+        app()
+    except KVNotesError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _signature(settings: type[RunConfig], study: str) -> inspect.Signature:
+    usual = configs.defaults(study)
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(info, usual[name]))
+            for name, info in settings.model_fields.items()
+            if name != "study"
+        ]
+    )
+
+
+def _option(info: Any, usual: Any) -> Any:
+    kind = info.annotation if info.annotation in (int, float, Path) else str
+    return Annotated[kind | None, typer.Option(help=f"{info.description} [default: {usual}]")]

@@ -1,0 +1,34 @@
+"""How much memory a run will hold, estimated before it starts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from kvnotes.sweep import ROWS
+
+
+def estimate(model: Any, tokens: int) -> int:
+    """Bytes beside the weights that a pair of `tokens` tokens takes at most.
+
+    Two states, a batch of edited ones (its rows and their stacked copy), one layer's attention scores, and the
+    logits of one position a row.
+    """
+    shape, size = model.shape, torch.finfo(model.dtype).bits // 8
+    states = model.bytes_per_token() * tokens * (2 + 2 * ROWS)
+    scores = 3 * shape["heads"] * tokens * tokens * max(size, 4)  # scores, softmax in float32, and its copy
+    logits = 4 * ROWS * model.hf.config.vocab_size
+    return states + scores + logits
+
+
+def available(device: torch.device) -> int:
+    """Bytes free on the device: the GPU's own count, or what the system can give without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except FileNotFoundError:  # no Linux: all there is, as a bound
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,282 @@
+"""Name -> verified weights -> TransformerBridge, tokenizer and identity; proved at load or refused.
+
+The model is checked before anything uses it: the bridge against plain transformers (read before the bridge is
+booted, since booting changes the wrapped model), our explicit masks and cache against both, a cached decode
+against the full forward (their difference is the run's noise floor), and that cache edits and hooks move logits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvnotes import planted, weights
+from kvnotes.cache import Cells, KVState, Rotation
+from kvnotes.errors import KVNotesError
+from kvnotes.forward import Windows, decode, prefill
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+CHECK_TEXT = "Current state: status is pending, channel is web. If it is pending, approve; if shipped, deny.\n"
+# Largest logit difference that the arithmetic of a dtype explains; a skipped cache or mask is off by far more.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.25, torch.bfloat16: 1.0}
+STATEFUL = {
+    "mamba": "a recurrent state-space model",
+    "rwkv": "a recurrent model",
+    "jamba": "a hybrid with recurrent layers",
+    "bamba": "a hybrid with recurrent layers",
+    "zamba": "a hybrid with recurrent layers",
+    "falcon_h1": "a hybrid with recurrent layers",
+    "granitemoehybrid": "a hybrid with recurrent layers",
+    "nemotron_h": "a hybrid with recurrent layers",
+    "recurrent_gemma": "a hybrid with recurrent layers",
+    "lfm2": "a hybrid with convolution layers",
+    "minimax": "a hybrid with linear attention",
+    "reformer": "a model with hashed attention",
+}
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+FIXED_ROPE = {"default", "linear", "yarn", "llama3"}
+
+
+class ModelError(KVNotesError):
+    """A model that cannot be studied, with the reason, or one that failed its self-check."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """A loaded, proved model: the bridge (hooks, TransformerLens names) and the same modules as `hf`."""
+
+    name: str
+    bridge: Any
+    hf: Any
+    tokenizer: Any
+    entry: weights.ModelEntry
+    prepared: weights.Prepared
+    device: torch.device
+    dtype: torch.dtype
+    windows: Windows
+    rotation: Rotation | None
+    noise_floor: float = 0.0
+    checks: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Layers, query heads, KV heads and widths, from the model's own config."""
+        c = self.hf.config
+        kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        return {
+            "layers": c.num_hidden_layers,
+            "heads": c.num_attention_heads,
+            "kv_heads": kv_heads,
+            "d_model": c.hidden_size,
+            "d_head": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+        }
+
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V that one cached token takes."""
+        s = self.shape
+        return 2 * s["layers"] * s["kv_heads"] * s["d_head"] * torch.finfo(self.dtype).bits // 8
+
+
+def load(name: str, *, device: str, dtype: str) -> Model:
+    """Load and prove a model: registry name, planted model, local folder or hub id.
+
+    Raises ModelError for an architecture without per-token K/V, a missing device or a failed self-check;
+    WeightsError for files that are missing, tampered with or not safetensors.
+    """
+    place, precision = _device(device), getattr(torch, dtype)
+    entry, prepared = resolve(name)
+    plain, tokenizer = _from_folder(entry, prepared)
+    plain = plain.to(device=place, dtype=precision).eval()
+    windows, rotation = _windows(plain.config), _rotation(plain)
+    tokens = check_tokens(tokenizer, windows)
+    with torch.no_grad():
+        reference = plain(torch.tensor([tokens], device=place), use_cache=False).logits[0, -1].float()
+    model = Model(
+        name=name,
+        bridge=_boot(plain, tokenizer, precision),
+        hf=plain,
+        tokenizer=tokenizer,
+        entry=entry,
+        prepared=prepared,
+        device=place,
+        dtype=precision,
+        windows=windows,
+        rotation=rotation,
+    )
+    checks = self_check(model, tokens, reference)
+    object.__setattr__(model, "checks", checks)
+    object.__setattr__(model, "noise_floor", checks["cached decode equals full forward"]["value"])
+    return model
+
+
+def resolve(name: str) -> tuple[weights.ModelEntry, weights.Prepared]:
+    """The registry entry and the verified local files of a model name."""
+    if name in planted.PLANTED:
+        folder = planted.build(name, weights.cache_folder() / "planted" / name)
+        entry = weights.entry_for(str(folder))
+        return entry, replace(weights.prepare(entry), source="kvnotes.planted, weights set by hand")
+    entry = weights.entry_for(name)
+    return entry, weights.prepare(entry)
+
+
+def check_tokens(tokenizer: Any, windows: Windows) -> list[int]:
+    """Tokens of the self-check: some text, repeated past the narrowest window so that a wrong mask shows."""
+    ids = tokenizer(CHECK_TEXT, add_special_tokens=True)["input_ids"]
+    length = max(24, min((windows.smallest or 0) + 8, 600))
+    return (ids * (length // len(ids) + 1))[:length]
+
+
+def self_check(model: Model, tokens: list[int], reference: Float[Tensor, "vocab"]) -> dict[str, dict[str, float]]:
+    """Prove the model on a short text; raises ModelError naming the check that failed.
+
+    `reference` are plain transformers' logits of the last token, taken before the bridge was booted.
+    """
+    bound, split = TOLERANCE[model.dtype], len(tokens) - 1
+    with torch.no_grad():
+        bridged = model.bridge(torch.tensor([tokens], device=model.device))[0, -1].float()
+    full, state = prefill(model, tokens, start=0)
+    past = state.crop(split)
+    before = past.fingerprint()
+    cached = decode(model, [past], tokens[split:], start=split, read=[0])[0, 0]
+    edited = past.replace(Cells(positions=None), _noise_like(past))
+    moved = decode(model, [edited], tokens[split:], start=split, read=[0])[0, 0]
+    small = {
+        "bridge equals plain transformers": bridged - reference,
+        "explicit masks equal the model's own": full - reference,
+        "cached decode equals full forward": cached - full,
+    }
+    large = {"a cache edit moves the logits": moved - cached, "a hook moves the logits": _hooked(model, tokens) - bridged}
+    measured = {what: (_size(difference), bound, _size(difference) <= bound) for what, difference in small.items()}
+    measured |= {what: (_size(difference), bound, _size(difference) > bound) for what, difference in large.items()}
+    changed = float(past.fingerprint() != before)
+    measured["a forward leaves its state unchanged"] = (changed, 0.0, changed == 0.0)
+    for what, (value, limit, passed) in measured.items():
+        if not passed:
+            raise ModelError(
+                f"{model.name} failed its self-check {what!r} ({value:.3g} against a bound of {limit:.3g}), so its "
+                "numbers would be wrong; check the installed transformers and transformer-lens against constraints.txt"
+            )
+    return {what: {"value": value, "bound": limit} for what, (value, limit, _) in measured.items()}
+
+
+def _size(difference: Tensor) -> float:
+    return float(difference.abs().max())
+
+
+def _noise_like(state: KVState) -> KVState:
+    """Seeded noise in the state's shape: an edit that must reach the logits whatever the model reads."""
+    noise = torch.Generator().manual_seed(0)
+    layers = tuple(
+        {name: torch.randn(t.shape, generator=noise).to(t) for name, t in layer.items()} for layer in state.layers
+    )
+    return KVState(layers, state.positions)
+
+
+def _hooked(model: Model, tokens: list[int]) -> Float[Tensor, "vocab"]:
+    """Last logits with noise added to every head's z by TransformerLens hooks, one a layer, all of which must fire."""
+    noise, fired = torch.Generator().manual_seed(0), []
+
+    def add(z: Tensor, hook: Any) -> Tensor:
+        fired.append(hook.name)
+        return z + torch.randn(z.shape, generator=noise).to(z)
+
+    points = [f"blocks.{layer}.attn.hook_z" for layer in range(model.shape["layers"])]
+    with torch.no_grad():
+        logits = model.bridge.run_with_hooks(
+            torch.tensor([tokens], device=model.device), fwd_hooks=[(point, add) for point in points]
+        )
+    if len(fired) != len(points):
+        raise ModelError(f"{model.name}: {len(fired)} of {len(points)} z hooks fired; its hooks cannot be trusted")
+    return logits[0, -1].float()
+
+
+def _device(name: str) -> torch.device:
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"DEVICE={name}: this torch sees no CUDA GPU; use DEVICE=cpu or install a CUDA build of torch")
+    return torch.device(name)
+
+
+def _from_folder(entry: weights.ModelEntry, prepared: weights.Prepared) -> tuple[Any, Any]:
+    """The plain model and its tokenizer from verified local files: safetensors only, no remote code."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # the runner shows what is going on
+    try:
+        config = AutoConfig.from_pretrained(prepared.folder, trust_remote_code=False, local_files_only=True)
+        refuse(entry.name, config)
+        plain = AutoModelForCausalLM.from_pretrained(
+            prepared.folder,
+            config=config,
+            dtype="auto",
+            attn_implementation=entry.attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+        tokenizer = weights.load_tokenizer(prepared.folder)
+    except (OSError, ValueError) as err:
+        raise ModelError(f"{entry.name} cannot be loaded from {prepared.folder}: {err}") from err
+    if not tokenizer.is_fast:
+        raise ModelError(f"{entry.name} has no fast tokenizer, and only those give the offsets that spans need")
+    return plain, tokenizer
+
+
+def refuse(name: str, config: Any) -> None:
+    """Raise ModelError for an architecture whose cache is not per-token K and V, by name and with the reason."""
+    kind = str(getattr(config, "model_type", "unknown"))
+    why = next((reason for prefix, reason in STATEFUL.items() if kind.startswith(prefix)), None)
+    layers = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS
+    if why is None and getattr(config, "kv_lora_rank", None):
+        why = "multi-head latent attention, which caches latents that have no adapter yet"
+    if why is None and getattr(config, "is_encoder_decoder", False):
+        why = "an encoder-decoder"
+    if why is None and (hasattr(config, "vision_config") or hasattr(config, "audio_config")):
+        why = "multimodal; load its text model alone"
+    if why is None and layers:
+        why = f"built of layers without per-token K/V that can be edited ({', '.join(sorted(layers))})"
+    if why is not None:
+        raise ModelError(f"{name} ({kind}) is {why}: kvnotes edits per-token keys and values and cannot study it")
+
+
+def _windows(config: Any) -> Windows:
+    """Each layer's window from the config: by `layer_types` where there are any, else one for all."""
+    width = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [
+        "sliding_attention" if width else "full_attention" for _ in range(config.num_hidden_layers)
+    ]
+    per_layer = tuple(width if kind == "sliding_attention" else None for kind in kinds)
+    return Windows(per_layer, by_kind=len(set(per_layer)) > 1)
+
+
+def _rotation(plain: Any) -> Rotation | None:
+    """The model's own inverse frequencies a layer, or None where keys cannot be moved by a fixed turn."""
+    rotary, layers = getattr(plain.model, "rotary_emb", None), plain.config.num_hidden_layers
+    if rotary is None:
+        return None
+    kinds = getattr(plain.config, "layer_types", None) or ["full_attention"] * layers
+    types = rotary.rope_type if isinstance(rotary.rope_type, dict) else dict.fromkeys(kinds, rotary.rope_type)
+    if not set(types.values()) <= FIXED_ROPE:
+        return None
+    own = isinstance(rotary.rope_type, dict)  # Gemma-3 keeps one set of frequencies a layer kind
+    return Rotation(tuple(getattr(rotary, f"{kind}_inv_freq" if own else "inv_freq") for kind in kinds))
+
+
+def _boot(plain: Any, tokenizer: Any, dtype: torch.dtype) -> Any:
+    """The bridge around `plain`; the weights are shared, its modules are replaced in place."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    if not plain.config.architectures:
+        plain.config.architectures = [type(plain).__name__]
+    try:
+        return TransformerBridge.boot_transformers(
+            plain.config.name_or_path, hf_model=plain, tokenizer=tokenizer, dtype=dtype
+        )
+    except (ValueError, NotImplementedError) as err:
+        raise ModelError(f"TransformerLens has no bridge for {type(plain).__name__}: {err}") from err

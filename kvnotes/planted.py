@@ -1,0 +1,211 @@
+"""Models whose mechanism is set by hand, so that every study's right answer is known.
+
+Each is a small Llama checkpoint (6 layers, 4 heads, fp32) with a word-level tokenizer, in the format of
+Hugging Face. Its gated decisions come from `tasks.planted`. What the kinds do, layer by layer:
+
+| layer | what is written where | kinds |
+|---|---|---|
+| 0 | a value word learns that `=` precedes it, or which action stands two words before it | all |
+| 1 | a note delimiter copies the field's value | all but direct |
+| 2 | a note delimiter looks up the rule with this value and copies its action: the note | all but direct |
+| 3 | the decision copies the field's value | direct, mixed, and |
+| 4 | the decision reads the notes, looks the rule up itself, or both | all |
+
+Layer 5 is idle, and so is every head not named: it attends at random and its output weights are zero. The
+first note delimiter holds a note in every kind but `direct`; the second in `both` and `and`.
+
+`and` is a majority of three: note, note, and the decision's own look-up. Two notes alone cannot make single
+effects 0 for pairs of both directions: with f(note, note), f(-, +) would have to be the base's conclusion
+whichever the base is. The look-up still says the base's when only downstream cells are edited, so that one
+note alone loses to it and both together win.
+
+This module is light; the weights are made by `kvnotes.planted_weights`, imported when a folder is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from kvnotes.errors import UnknownName
+
+Kind = Literal["notes", "direct", "mixed", "both", "and"]
+ALPHA = 0.7  # share of `mixed` that goes through the note
+
+LAYERS = 6
+HEADS = 4
+GATHER_LAYER, WRITE_LAYER, DIRECT_GATHER_LAYER, READ_LAYER = 1, 2, 3, 4
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Site:
+    """A query head of a layer, both counted from 0."""
+
+    layer: int
+    head: int
+
+
+MARK_HEAD = Site(layer=0, head=1)
+BIND_HEAD = Site(layer=0, head=3)
+GATHER_HEAD = Site(layer=GATHER_LAYER, head=2)
+WRITE_HEAD = Site(layer=WRITE_LAYER, head=1)
+DIRECT_GATHER_HEAD = Site(layer=DIRECT_GATHER_LAYER, head=0)
+READ_HEADS = (Site(layer=READ_LAYER, head=3), Site(layer=READ_LAYER, head=2))  # of the first and second note
+DIRECT_HEAD = Site(layer=READ_LAYER, head=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantedSpec:
+    """What is known of a planted model.
+
+    `notes` and `direct` say how much each note and the decision's own look-up add to it, as parts of 1; in
+    `and` they are votes of 1 each. `expected` maps study -> measure -> value: recoveries, shares, and layers
+    (the layer after which something first holds), fp32, exact to 1e-3 for pairs of `tasks.planted` in either
+    layout.
+    """
+
+    kind: Kind
+    kv_heads: int
+    notes: tuple[float, ...]
+    direct: float
+    expected: Mapping[str, Mapping[str, float]]
+
+    @property
+    def name(self) -> str:
+        """The name under which the model is asked for."""
+        return f"planted-{self.kind}" + ("" if self.kv_heads == HEADS else "-gqa")
+
+    @property
+    def heads(self) -> int:
+        """Query heads a layer."""
+        return HEADS
+
+    @property
+    def alpha(self) -> float:
+        """Share of the decision that goes through notes: the recovery of notes-only."""
+        return self.expected["locality"]["notes_only"]
+
+    @property
+    def write_head(self) -> Site | None:
+        """The head that writes the conclusion on every note delimiter; None where there is no note."""
+        return WRITE_HEAD if self.notes else None
+
+    @property
+    def write_layer(self) -> int | None:
+        """The layer of the write head: after it the note's residual holds the conclusion."""
+        return WRITE_LAYER if self.notes else None
+
+    @property
+    def read_heads(self) -> tuple[Site, ...]:
+        """The heads whose z at the decision carries the conclusion: one a note, then the direct one."""
+        return READ_HEADS[: len(self.notes)] + ((DIRECT_HEAD,) if self.direct else ())
+
+    @property
+    def read_head(self) -> Site:
+        """The first of the read heads; the only one in `notes` and `direct`."""
+        return self.read_heads[0]
+
+    @property
+    def read_layer(self) -> int:
+        """The layer of the read heads: after it the decision's logits hold the conclusion."""
+        return READ_LAYER
+
+    def kv_head(self, site: Site) -> int:
+        """The KV head that a query head reads: query heads are grouped in blocks of equal size."""
+        return site.head // (HEADS // self.kv_heads)
+
+
+def _expected(
+    *, field_only: float, single: tuple[float, float], rest: tuple[float, float], direct: float, write: float
+) -> Mapping[str, Mapping[str, float]]:
+    """The table of one kind. `single[i]`: note i's cells alone; `rest[i]`: all other downstream cells.
+
+    `direct`: its own look-up alone; `write`: the write head at all notes.
+    """
+    notes_only = 1 - field_only
+    written = {"write_depth": WRITE_LAYER} if notes_only else {}
+    table = {
+        "locality": {"field_only": field_only, "notes_only": notes_only, "full_downstream": 1.0},
+        "suffix": {
+            "first_note": single[0],
+            "second_note": single[1],
+            "other_positions": 0.0,
+            "without_first_note": rest[0],
+            "without_second_note": rest[1],
+        },
+        # In a polarity pair the trigger's cells hold value and action, as the field's cells hold the value.
+        "dissociation": {"trigger_only": field_only, "notes": notes_only},
+        "timing": {"commit_depth": READ_LAYER, **written},
+        "heads": {
+            "first_read": single[0],
+            "second_read": single[1],
+            "direct_read": direct,
+            "all_reads": 1.0,
+            "other_heads": 0.0,
+            "write_first_note": single[0],
+            "write_all_notes": write,
+        },
+        "direction": {"first_note": single[0], "all_notes": write},
+        "attribution": {"attention": 1.0, "mlp": 0.0} if notes_only else {},
+    }
+    return MappingProxyType({study: MappingProxyType(values) for study, values in table.items()})
+
+
+def _spec(kind: Kind, kv_heads: int) -> PlantedSpec:
+    notes, direct, expected = {
+        "notes": (
+            (1.0,),
+            0.0,
+            _expected(field_only=0.0, single=(1.0, 0.0), rest=(0.0, 1.0), direct=0.0, write=1.0),
+        ),
+        "direct": (
+            (),
+            1.0,
+            _expected(field_only=1.0, single=(0.0, 0.0), rest=(0.0, 0.0), direct=1.0, write=0.0),
+        ),
+        "mixed": (
+            (ALPHA,),
+            1 - ALPHA,
+            _expected(
+                field_only=1 - ALPHA, single=(ALPHA, 0.0), rest=(0.0, ALPHA), direct=1 - ALPHA, write=ALPHA
+            ),
+        ),
+        "both": (
+            (0.5, 0.5),
+            0.0,
+            _expected(field_only=0.0, single=(0.5, 0.5), rest=(0.5, 0.5), direct=0.0, write=1.0),
+        ),
+        "and": (
+            (1.0, 1.0),
+            1.0,
+            _expected(field_only=0.0, single=(0.0, 0.0), rest=(0.0, 0.0), direct=0.0, write=1.0),
+        ),
+    }[kind]
+    return PlantedSpec(kind=kind, kv_heads=kv_heads, notes=notes, direct=direct, expected=expected)
+
+
+_SPECS = tuple(_spec(kind, kv_heads) for kv_heads in (HEADS, HEADS // 2) for kind in get_args(Kind))
+PLANTED: Mapping[str, PlantedSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})
+
+
+def build(name: str, folder: Path) -> Path:
+    """Write the planted model `name` and its tokenizer into `folder`, which is made, and return the folder.
+
+    Each file is put in place whole, over an equal older one, so that runs beside each other read one or the other. The bytes depend on the name and the versions of torch, transformers and tokenizers only. Raises
+    UnknownName for a model that is not in PLANTED.
+    """
+    if name not in PLANTED:
+        raise UnknownName(kind="planted model", name=name, known=PLANTED)
+    from kvnotes import planted_weights  # noqa: PLC0415  (torch: only where weights are made)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as unfinished:
+        planted_weights.model(PLANTED[name]).save_pretrained(unfinished)
+        planted_weights.tokenizer().save_pretrained(unfinished)
+        for file in Path(unfinished).iterdir():
+            file.replace(folder / file.name)
+    return folder

@@ -1,0 +1,62 @@
+"""What a record must say about how it was made: code, versions, machine, settings. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+
+import kvnotes
+from kvnotes.config import RunConfig
+from kvnotes.discover import ROOT
+from kvnotes.records import Provenance
+
+PACKAGES = ("torch", "transformers", "transformer-lens", "tokenizers", "safetensors", "gguf", "numpy", "scipy")
+SOURCES = ("kvnotes", "tasks", "probes", "circuits", "configs")
+
+
+def collect(config: RunConfig, *, module: str) -> Provenance:
+    """Provenance of a run of `module` with these settings, now."""
+    status = _git("status", "--porcelain", "--", ".", ":!results", ":!figures/out")
+    return Provenance(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=" ".join(["python -m", module, *sys.argv[1:]]),
+        git_commit=_git("rev-parse", "HEAD"),
+        git_dirty=None if status is None else bool(status),
+        kvnotes_version=kvnotes.__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        versions={name: _version(name) for name in PACKAGES},
+        seed=config.seed,
+        config=config.model_dump(mode="json"),
+        config_hash=config.hash(),
+    )
+
+
+def code_hash() -> str:
+    """SHA-256 over the sources and configs that decide a run's numbers."""
+    digest = hashlib.sha256()
+    for package in SOURCES:
+        for path in sorted((ROOT / package).rglob("*")):
+            if path.suffix in {".py", ".yaml"}:
+                digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of a git command in the repository; None without git or outside a checkout."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30)  # noqa: S603, S607
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,107 @@
+"""Interventions as frozen data, and the trial that answers them: many cache edits, one batched decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvnotes import readout
+from kvnotes.cache import Cells, KVState
+from kvnotes.forward import decode, prefill
+from kvnotes.instance import TokenPair
+
+State = Literal["base", "target"]
+ROWS = 16  # edits of one batched decode; each row holds its own copy of the cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheEdit:
+    """Replace cells of the state `into` by those of `donor` (None zeroes them), then recompute the query block.
+
+    `positions` are token positions of the pair; layers and kv_heads of None mean all.
+    """
+
+    name: str
+    positions: tuple[int, ...]
+    into: State
+    donor: State | None
+    layers: tuple[int, ...] | None = None
+    kv_heads: tuple[int, ...] | None = None
+
+    @property
+    def cells(self) -> Cells:
+        """The cells that the edit replaces."""
+        return Cells(positions=self.positions, layers=self.layers, kv_heads=self.kv_heads)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial:
+    """One pair on one model: both arms prefilled, their unedited margins, and the answers to any edits.
+
+    `full` holds the arms' margins from the full forward, `unedited` from the cached decode that edits go through.
+    """
+
+    model: Any
+    pair: TokenPair
+    states: dict[State, KVState]
+    unedited: readout.Margins
+    full: dict[State, float]
+    floor: float
+    fired: dict[str, int] = field(default_factory=dict)  # cells that each edit changed, for the record
+
+    @classmethod
+    def run(cls, model: Any, pair: TokenPair) -> Trial:
+        """Prefill both arms, each alone so that equal tokens give bit-equal cells, and read the decision."""
+        arms: dict[State, tuple[int, ...]] = {"base": pair.base_ids, "target": pair.target_ids}
+        filled = {name: prefill(model, ids, start=0) for name, ids in arms.items()}
+        states = {name: state.crop(pair.query[0]) for name, (_, state) in filled.items()}
+        full = {name: float(readout.margin(logits, pair)) for name, (logits, _) in filled.items()}
+        logits = _decode(model, pair, list(states.values()))
+        unedited = readout.arms(logits[0], logits[1], pair)
+        noise = max(abs(full["base"] - unedited.base), abs(full["target"] - unedited.target), model.noise_floor)
+        return cls(model=model, pair=pair, states=states, unedited=unedited, full=full, floor=noise)
+
+    def edit(self, edit: CacheEdit) -> KVState:
+        """The state an edit makes. Raises CacheError where it names no cell."""
+        donor = None if edit.donor is None else self.states[edit.donor]
+        return self.states[edit.into].replace(edit.cells, donor)
+
+    def margins(self, edits: Sequence[CacheEdit]) -> dict[str, float]:
+        """Each edit's margin, by its name."""
+        found: dict[str, float] = {}
+        for start in range(0, len(edits), ROWS):
+            batch = edits[start : start + ROWS]
+            self.fired.update({edit.name: edit.cells.count(self.states[edit.into]) for edit in batch})
+            logits = _decode(self.model, self.pair, [self.edit(edit) for edit in batch])
+            found |= {edit.name: float(m) for edit, m in zip(batch, readout.margin(logits, self.pair), strict=True)}
+        return found
+
+    def recovery(self, margin: float) -> float | None:
+        """Recovery of a margin; None where the arms' gap is not above this trial's noise floor."""
+        return readout.recovery(margin, self.unedited, floor=self.floor)
+
+    def identities(self) -> dict[str, float]:
+        """Numbers that must be 0: the shared prefix's deviation between the arms (absolute), and the margins of
+        an empty edit against base and of a full-downstream edit against target (in units of the gap, at least 1)."""
+        start = self.pair.changed[0]
+        whole = (*self.pair.changed, *self.pair.downstream)
+        full = self.edit(CacheEdit(name="full", positions=whole, into="base", donor="target"))
+        # the empty edit shares a batch with another state: rows must not reach each other
+        margins = readout.margin(_decode(self.model, self.pair, [full, self.states["base"]]), self.pair)
+        scale = max(1.0, abs(self.unedited.gap))
+        return {
+            "prefix deviation": self.states["base"].deviation(self.states["target"], start=0, stop=start),
+            "empty edit equals base": abs(float(margins[1]) - self.unedited.base) / scale,
+            "full-downstream equals target": abs(float(margins[0]) - self.unedited.target) / scale,
+        }
+
+
+def _decode(model: Any, pair: TokenPair, states: Sequence[KVState]) -> Float[Tensor, "batch vocab"]:
+    query = [pair.base_ids[p] for p in pair.query]
+    logits = decode(model, states, query, start=pair.query[0], read=[len(query) - 1])
+    return torch.squeeze(logits, dim=1)

@@ -1,0 +1,384 @@
+"""The model registry and the way from a model's name to a verified Hugging Face folder. No torch.
+
+A registry model that comes as a GGUF file is dequantised once into `<cache>/models/<name>/`, with a manifest
+of every file's SHA-256 that each later start checks before anything reads the files. Hub ids and local
+folders go the same way, with safetensors weights only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from rich.console import Console
+from rich.progress import Progress
+
+from kvnotes.errors import UnknownName
+from kvnotes.gguf_source import CONVERTER_VERSION, convert
+from kvnotes.sources import GGUFFile, Sha256, WeightsError, disk_errors, fetch, sha256_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "Chat",
+    "ModelEntry",
+    "Prepared",
+    "WeightsError",
+    "cache_folder",
+    "entry_for",
+    "known_models",
+    "load_entry",
+    "load_tokenizer",
+    "prepare",
+]
+
+REGISTRY = Path(__file__).resolve().parents[1] / "configs" / "models"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# Of a hub repository: never pickled weights, nor the second copy of the weights that some repositories carry.
+HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
+HUB_SECOND_COPIES = ["consolidated*", "original/*"]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
+PRECISIONS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class Chat(BaseModel):
+    """Whether a prompt goes through the tokenizer's chat template, and with which template options.
+
+    `use` None means: where the tokenizer has a template.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    use: bool | None = None
+    options: dict[str, bool | int | str] = {}
+
+
+class ModelEntry(BaseModel):
+    """A model by name: exactly one of a GGUF file, a hub repository or a local folder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    role: str = ""
+    family: str | None = None
+    license: str | None = None
+    gguf: GGUFFile | None = None
+    hub: str | None = None
+    folder: Path | None = None
+    precision: str | None = None  # None: read from the safetensors header
+    chat: Chat = Chat()
+    attention: Literal["eager", "sdpa"] = "eager"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelEntry:
+        given = [kind for kind in ("gguf", "hub", "folder") if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"a model has exactly one of gguf, hub and folder; {self.name} has {given or 'none'}"
+            )
+        if self.gguf is not None and self.precision is None:
+            raise ValueError(f"{self.name}: a quantised file needs its precision named")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A verified Hugging Face folder and its identity, as records keep it.
+
+    `weights_sha256` is the GGUF file's for a dequantised model, else the safetensors file's (of several: the
+    SHA-256 of their `sha256sum` lines). `tokenizer_sha256` is made the same way from the tokenizer's files.
+    """
+
+    folder: Path
+    weights_sha256: str
+    tokenizer_sha256: str
+    precision: str
+    source: str
+
+
+class _FileIdentity(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: int
+    sha256: Sha256
+
+
+class _Manifest(BaseModel):
+    """What a converted folder holds; written last, so a folder without it is not whole."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    converter_version: int
+    gguf_sha256: Sha256
+    source: str
+    files: dict[str, _FileIdentity] = Field(min_length=1)
+
+
+# --- registry ----------------------------------------------------------------------------------------------
+
+
+def known_models() -> tuple[str, ...]:
+    """Names of the registry's models, sorted."""
+    return tuple(sorted(path.stem for path in REGISTRY.glob("*.yaml")))
+
+
+def load_entry(name: str) -> ModelEntry:
+    """A registry model by its name. Raises `UnknownName` with the nearest name, or `WeightsError` where the
+    model's file is not valid."""
+    if name not in known_models():
+        raise UnknownName(kind="model", name=name, known=known_models())
+    path = REGISTRY / f"{name}.yaml"
+    try:
+        entry = ModelEntry.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise WeightsError(f"{path} is not a valid model file; correct it:\n{error}") from error
+    if entry.name != name:
+        raise WeightsError(f"{path} names the model {entry.name!r}; the file's name and `name` must agree.")
+    return entry
+
+
+def entry_for(name: str) -> ModelEntry:
+    """The entry of a registry name, a local folder or a hub id, looked up in this order.
+
+    A hub id that the registry has under another name keeps the registry's settings. Raises `UnknownName` for
+    a plain word that is none of them, `WeightsError` for a path that does not exist.
+    """
+    if name in known_models():
+        return load_entry(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelEntry(name=path.resolve().name, folder=path.resolve())
+    if not HUB_ID.fullmatch(name) or name.startswith("."):
+        if "/" in name or os.sep in name:
+            raise WeightsError(
+                f"there is no folder {name!r}; give an existing folder, a hub id or a model's name."
+            )
+        raise UnknownName(kind="model", name=name, known=known_models())
+    registered = (load_entry(model) for model in known_models())
+    return next((e for e in registered if e.hub == name), ModelEntry(name=name.replace("/", "--"), hub=name))
+
+
+def cache_folder() -> Path:
+    """`$KVNOTES_CACHE`, else `$XDG_CACHE_HOME/kvnotes`, else `~/.cache/kvnotes`."""
+    if own := os.environ.get("KVNOTES_CACHE"):
+        return Path(own).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().resolve() / "kvnotes"
+
+
+# --- prepare -----------------------------------------------------------------------------------------------
+
+
+def prepare(entry: ModelEntry, *, progress: bool = True) -> Prepared:
+    """Bring a model to a verified Hugging Face folder, from the cache where it is already there.
+
+    Shows its progress on stderr unless `progress` is false. Raises `WeightsError`, with cause and fix, where
+    the weights cannot be brought, verified or converted; no unfinished folder or file ever has its final
+    name.
+    """
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not progress) as bar:
+        if entry.gguf is not None:
+            return _prepare_gguf(entry, entry.gguf, bar)
+        folder = entry.folder if entry.folder is not None else _snapshot(str(entry.hub))
+        return _identify(entry, folder)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a prepared folder.
+
+    A converted folder's tokenizer.json is taken as it stands. `AutoTokenizer` would replace Qwen2's with its
+    own class, which composes Unicode characters first, so that ids and offsets of decomposed text would
+    differ from the GGUF's.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415 (slow to import)
+
+    converted = (folder / "manifest.json").exists()
+    return (PreTrainedTokenizerFast if converted else AutoTokenizer).from_pretrained(folder)
+
+
+def _prepare_gguf(entry: ModelEntry, gguf: GGUFFile, progress: Progress) -> Prepared:
+    cache = cache_folder()
+    folder = cache / "models" / entry.name
+    manifest = _verified(folder, gguf)
+    if manifest is None:
+        with disk_errors(cache):
+            (cache / "models").mkdir(parents=True, exist_ok=True)
+            with _lock(cache / f"{entry.name}.lock", progress):
+                manifest = _verified(folder, gguf) or _build(folder, gguf, progress)
+    return Prepared(
+        folder=folder,
+        weights_sha256=gguf.sha256,
+        tokenizer_sha256=manifest.files["tokenizer.json"].sha256,
+        precision=str(entry.precision),
+        source=manifest.source,
+    )
+
+
+def _lock(path: Path, progress: Progress) -> AbstractContextManager[object]:
+    """The model's lock, so that two processes do not make one folder. The system frees a killed process's."""
+    from filelock import FileLock, Timeout  # noqa: PLC0415 (comes with the models extra)
+
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        progress.console.print(f"waiting for another process that holds {path} ...")
+        return lock.acquire()
+
+
+def _verified(folder: Path, gguf: GGUFFile) -> _Manifest | None:
+    """The manifest of a converted folder whose files are all as it says; None where anything differs, also
+    for a file that should not be there (a stray chat template would change every prompt)."""
+    try:
+        manifest = _Manifest.model_validate_json((folder / "manifest.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return None
+    if (manifest.converter_version, manifest.gguf_sha256) != (CONVERTER_VERSION, gguf.sha256):
+        return None
+    present = {path.name for path in folder.iterdir()} - {"manifest.json"}
+    whole = present == set(manifest.files) and all(
+        (folder / name).stat().st_size == file.bytes and sha256_of(folder / name) == file.sha256
+        for name, file in manifest.files.items()
+    )
+    return manifest if whole else None
+
+
+def _build(folder: Path, gguf: GGUFFile, progress: Progress) -> _Manifest:
+    """Fetch, convert, and put the folder in place in one step. What was there before is removed."""
+    if folder.exists():
+        progress.console.print(f"{folder} is not what its manifest says; it is made anew.")
+        shutil.rmtree(folder)
+    fetched = fetch(gguf, folder=folder.parents[1] / "gguf", progress=progress)
+    unfinished = folder.with_name(f"{folder.name}.part")
+    if unfinished.exists():  # of a process that was killed
+        shutil.rmtree(unfinished)
+    unfinished.mkdir()
+    try:
+        convert(fetched.path, unfinished, progress=progress)
+        files = {
+            path.name: _FileIdentity(bytes=path.stat().st_size, sha256=sha256_of(path))
+            for path in sorted(unfinished.iterdir())
+        }
+        manifest = _Manifest(
+            converter_version=CONVERTER_VERSION,
+            gguf_sha256=gguf.sha256,
+            source=fetched.source,
+            files=files,
+        )
+        text = manifest.model_dump_json(indent=2) + "\n"
+        (unfinished / "manifest.json").write_text(text, encoding="utf-8")
+        unfinished.replace(folder)
+    finally:
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+    return manifest
+
+
+# --- hub ids and local folders -----------------------------------------------------------------------------
+
+
+def _snapshot(repo: str) -> Path:
+    """The hub repository's files in huggingface_hub's own cache, which resumes downloads and verifies
+    them."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 (in the models extra)
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_SECOND_COPIES))
+    except GatedRepoError as error:
+        raise WeightsError(
+            f"the hub repository {repo} is gated: accept its license on the hub, then log in with `hf auth "
+            "login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise WeightsError(f"the hub has no repository {repo!r}, or it is private; check the id.") from error
+    except LocalEntryNotFoundError as error:
+        raise WeightsError(
+            f"the hub cannot be reached and {repo} is not in the local cache. Check the network, or download "
+            f"the repository elsewhere and give its folder (MODEL=<folder>). Without a hub these work: "
+            f"{', '.join(name for name in known_models() if load_entry(name).gguf)}."
+        ) from error
+    except HfHubHTTPError as error:
+        raise WeightsError(f"the hub did not serve {repo}: {error}. Try again later.") from error
+
+
+def _identify(entry: ModelEntry, folder: Path) -> Prepared:
+    weights = _safetensors(folder)
+    tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if not tokenizer:
+        raise WeightsError(
+            f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); save it there too."
+        )
+    source = f"local folder {entry.name}"
+    if entry.hub is not None:
+        source = f"hub repository {entry.hub} at {folder.name}"  # a snapshot's folder is named by its commit
+    return Prepared(
+        folder=folder,
+        weights_sha256=_digest(weights),
+        tokenizer_sha256=_digest(tokenizer[:1] if tokenizer[0].name == "tokenizer.json" else tokenizer),
+        precision=entry.precision or _stored_precision(weights),
+        source=source,
+    )
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    """The files that hold the weights: one file, or the shards that its index names."""
+    if not (folder / "config.json").exists():
+        raise WeightsError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists() and not (folder / names[0]).exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if not missing:
+        return [folder / name for name in names]
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        raise WeightsError(
+            f"{folder} has only pickled weights ({pickled[0]}): loading a pickle can run any code, so it is "
+            "refused. Load it once where you trust it and save it with `save_pretrained(folder)`, which "
+            "writes safetensors."
+        )
+    raise WeightsError(f"{folder} lacks {', '.join(missing)}; save or download the whole model again.")
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """The SHA-256 of one file; of several, that of their lines as `sha256sum` prints them."""
+    sums = [(sha256_of(path), path.name) for path in files]
+    if len(sums) == 1:
+        return sums[0][0]
+    return hashlib.sha256("".join(f"{digest}  {name}\n" for digest, name in sums).encode()).hexdigest()
+
+
+def _stored_precision(files: Iterable[Path]) -> str:
+    """The number format of the weights, such as "bf16": the one that most of the stored elements have."""
+    sizes: dict[str, int] = {}
+    for path in files:
+        with path.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                sizes[tensor["dtype"]] = sizes.get(tensor["dtype"], 0) + end - start
+    most = max(sizes, key=lambda dtype: sizes[dtype])
+    return PRECISIONS.get(most, most.lower())

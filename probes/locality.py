@@ -1,0 +1,114 @@
+"""Locality: does the decision follow the field's own K/V or the notes written after it?
+
+Section 3 (1) of "Models Take Notes at Prefill" (arXiv 2606.17107), and the off-template forms of its appendix C.
+Cache states at the decision: base, field-only, notes-only, full-downstream (an identity), target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvnotes import effects
+from kvnotes.config import RunConfig
+from kvnotes.records import Effect, Instance, Measures, Summary
+from kvnotes.runner import main
+
+if TYPE_CHECKING:
+    from kvnotes.instance import TokenPair
+    from kvnotes.sweep import CacheEdit, Trial
+
+TITLE = "Locality: field-only against notes-only"
+
+
+def interventions(pair: TokenPair) -> list[CacheEdit]:
+    """The cache states, and the two mirror images that must equal them."""
+    from kvnotes.sweep import CacheEdit
+
+    field, notes = pair.changed, pair.downstream
+    return [
+        CacheEdit(name="field_only", positions=field, into="base", donor="target"),
+        CacheEdit(name="notes_only", positions=notes, into="base", donor="target"),
+        CacheEdit(name="full_downstream", positions=(*field, *notes), into="base", donor="target"),
+        CacheEdit(name="target_field_from_base", positions=field, into="target", donor="base"),
+        CacheEdit(name="target_notes_from_base", positions=notes, into="target", donor="base"),
+    ]
+
+
+def measure(trial: Trial, config: RunConfig) -> Measures:
+    """One pair's margins and recoveries by cache state."""
+    margins = trial.margins(interventions(trial.pair))
+    recovery = {name: trial.recovery(margin) for name, margin in margins.items()}
+    return {"margins": margins, "recovery": recovery}
+
+
+def identities(trial: Trial, measures: Measures) -> dict[str, float]:
+    """Mirror images, equal by construction: the target with its field from base is the base with its notes from
+    the target, and the other way round."""
+    margins, scale = measures["margins"], max(1.0, abs(trial.unedited.gap))
+    return {
+        "notes-only equals its mirror image": abs(margins["notes_only"] - margins["target_field_from_base"]) / scale,
+        "field-only equals its mirror image": abs(margins["field_only"] - margins["target_notes_from_base"]) / scale,
+    }
+
+
+def summarise(instances: Sequence[Instance], config: RunConfig, floor: float) -> Summary:
+    """Recovery of each state, field share and interaction, by layout, gated and ungated."""
+    found: list[Effect] = []
+    for layout in effects.layouts(instances):
+        for gated in (True, False):
+            found += _layout_effects(instances, layout=layout, gated=gated, config=config, floor=floor)
+    return Summary(effects=tuple(found), tables={}, notes=(), headline=_headline(found))
+
+
+def _moved(name: str) -> effects.Logits:
+    return lambda one: one.measures["margins"][name] - one.gate.base_margin
+
+
+def _layout_effects(
+    instances: Sequence[Instance], *, layout: str, gated: bool, config: RunConfig, floor: float
+) -> list[Effect]:
+    field, notes = _moved("field_only"), _moved("notes_only")
+    wanted = [
+        ("field_only", "field-only recovery", field, 0.0),
+        ("notes_only", "notes-only recovery", notes, 1.0),
+        ("full_downstream", "full-downstream recovery (identity)", _moved("full_downstream"), None),
+        ("field_share", "field share", lambda one: (field(one) + effects.gap(one) - notes(one)) / 2, 0.0),
+        ("interaction", "interaction", lambda one: effects.gap(one) - field(one) - notes(one), 0.0),
+    ]
+    common = {"layout": layout, "gated": gated, "config": config}
+    recoveries = [
+        effects.recovery_effect(
+            instances, numerator, name=name, label=label, floor=floor, about=about, control=about is None, **common
+        )
+        for name, label, numerator, about in wanted
+    ]
+    flips = [
+        effects.share_effect(
+            instances,
+            lambda one, state=state: one.measures["margins"][state] > 0,
+            name=f"flips_{state}",
+            label=f"decisions that are the target's, {state.replace('_', '-')}",
+            **common,
+        )
+        for state in ("field_only", "notes_only")
+    ]
+    return [*recoveries, *flips]
+
+
+def _headline(found: Sequence[Effect]) -> str:
+    parts = []
+    for layout in dict.fromkeys(effect.layout for effect in found):
+        field, notes = (
+            next(e for e in found if e.layout == layout and e.gated and e.name == name)
+            for name in ("field_only", "notes_only")
+        )
+        if field.estimate is None or notes.estimate is None:
+            parts.append(f"{layout}: no recovery, {field.n} pairs passed the gate")
+        else:
+            parts.append(f"{layout}: field-only {field.estimate:.2f}, notes-only {notes.estimate:.2f} (n={field.n})")
+    return "; ".join(parts)
+
+
+if __name__ == "__main__":
+    main(__file__)

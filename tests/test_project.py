@@ -1,0 +1,92 @@
+"""The layout of the code holds: imports go one way, and every study has its four parts."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvnotes import discover
+from kvnotes.discover import ROOT
+
+STUDIES = ("probes", "circuits", "repair", "reuse")
+NO_TORCH = {"torch", "transformers", "transformer_lens", "sae_lens", "safetensors.torch"}
+MAY_IMPORT = {
+    "kvnotes": set(),
+    "tasks": {"kvnotes.instance", "kvnotes.errors", "kvnotes.config", "kvnotes.planted_words", "tasks"},
+    "figures": {"kvnotes", "figures"},
+    "probes": {"kvnotes"},
+    "circuits": {"kvnotes"},
+}
+OURS = {"kvnotes", "tasks", "figures", *STUDIES}
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_imports_go_one_way(package):
+    allowed = MAY_IMPORT[package]
+    for path in modules(package):
+        for name in imported(path):
+            if name.split(".")[0] not in OURS - {"kvnotes" if package == "kvnotes" else ""}:
+                continue
+            lazy_figure = path.name == "runner.py" and name.startswith("figures")
+            assert lazy_figure or any(name == a or name.startswith(f"{a}.") or a.startswith(f"{name}.") for a in allowed), (
+                f"{path.relative_to(ROOT)} may not import {name}"
+            )
+
+
+def test_studies_never_import_one_another():
+    for package in ("probes", "circuits"):
+        for path in modules(package):
+            assert not {n for n in imported(path) if n.split(".")[0] in STUDIES}, path
+
+
+@pytest.mark.parametrize(
+    "module", ["kvnotes.records", "kvnotes.stats", "kvnotes.instance", "kvnotes.config", "kvnotes.cli", "figures.build",
+               *(f"tasks.{stem}" for stem in discover.stems("tasks")), *discover.studies().values()]
+)
+def test_no_torch_where_records_are_read_and_drawn(module):
+    code = f"import sys, {module}; print(sorted(set(sys.modules) & {NO_TORCH!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("study", sorted(discover.studies()))
+def test_every_study_has_config_figure_and_test(study):
+    package = discover.studies()[study].split(".")[0]
+    assert (ROOT / "configs" / f"{study}.yaml").is_file(), f"{study} has no configs/{study}.yaml"
+    assert (ROOT / "figures" / f"{study}.py").is_file(), f"{study} has no figures/{study}.py"
+    assert (ROOT / "tests" / f"test_{study}.py").is_file(), f"{study} has no tests/test_{study}.py"
+    source = (ROOT / package / f"{study}.py").read_text(encoding="utf-8")
+    assert all(f"\ndef {name}(" in source for name in ("measure", "summarise"))
+    assert "\nTITLE = " in source
+
+
+def test_every_config_belongs_to_a_study():
+    configs = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"default"}
+    assert configs == set(discover.studies())
+
+
+def test_no_setting_is_parsed_and_never_used():
+    """Each setting's name occurs as `config.<name>` or `c.<name>` somewhere outside its declaration."""
+    from kvnotes.config import RunConfig
+
+    source = "".join(
+        path.read_text(encoding="utf-8") for package in ("kvnotes", "probes", "circuits") for path in modules(package)
+    )
+    unused = [name for name in RunConfig.model_fields if f"config.{name}" not in source and f"c.{name}" not in source]
+    assert unused == []
