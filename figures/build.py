@@ -50,7 +50,7 @@ def draw_record(record: Record, path: Path, out: Path = OUT) -> list[Path]:
 
 
 def _draw_and_save(study: str, records: Mapping[str, Record], out: Path) -> list[Path]:
-    from figures import style  # noqa: PLC0415  # matplotlib takes half a second; `--help` must not wait for it
+    from figures import style  # matplotlib takes half a second; `--help` must not wait for it
 
     with style.styled():
         drawn = draw(study, records)

@@ -40,8 +40,8 @@ FORMS = {
     "two_hop": "two-hop",
 }
 PAPER_MARKERS = {"Llama-3.1-8B": "D", "Gemma-2-9B": "s", "Mistral-7B": "^"}
-RECOVERY = "recovery R   (0: acts like base, 1: acts like target)"
-SHARE = "field share of the decision   (0: all notes, 1: all field)"
+RECOVERY = "recovery R  (0: like base, 1: like target)"
+SHARE = "field share  (0: all notes, 1: all field)"
 _WIDEST = (-1.0, 2.0)  # an interval that goes on beyond the axis ends in an arrow
 
 
@@ -124,8 +124,7 @@ def _draw_columns(columns: Mapping[str, Sequence[Row]], *, title: str, records: 
     depth = max(len(rows) for rows in columns.values())
     everything = [row for rows in columns.values() for row in rows]
     wide, narrow = _limits(everything, STATES), _limits(everything, ["field_share"])
-    alone = len(columns) == 1
-    size = (9.0 if alone else 4.1 * len(columns), 1.8 + 1.05 * depth)
+    size = (9.0 if len(columns) == 1 else 4.1 * len(columns), 1.8 + 1.05 * depth)
     figure = Figure(figsize=size, dpi=style.DPI)
     grid = figure.subplots(2, len(columns), squeeze=False, height_ratios=(1.8, 1), sharex="row")
     for index, (name, rows) in enumerate(columns.items()):
@@ -134,8 +133,8 @@ def _draw_columns(columns: Mapping[str, Sequence[Row]], *, title: str, records: 
         panel_shares(below, rows, limits=narrow, depth=depth)
         style.panel_title(above, "" if index else "3a", name or "recovery by cache state")
         style.panel_title(below, "" if index else "3c", name or "where the decision is read from")
-        above.set_xlabel(RECOVERY if alone else "recovery R")
-        below.set_xlabel(SHARE if alone else "field share of the decision")
+        above.set_xlabel(RECOVERY)
+        below.set_xlabel(SHARE)
     _finish(figure, title=title, records=records, handles=[*_state_handles(), *_paper_handles(everything)])
     return figure
 
@@ -152,8 +151,6 @@ def _finish(figure: Figure, *, title: str, records: Sequence[Record], handles: S
     heading = f"Where the decision is stored: {title}"
     figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
     lines = [style.caption(record) for record in records]
-    if handles:
-        lines.append("Recovery: 0 acts like base, 1 like target. Field share: 0 all notes, 1 all field.")
     if any("paper" in str(handle.get_label()) for handle in handles):
         source = style.published()["source"]
         lines.append(f"Open markers: {source}; other models, approximate values, no interval given.")

@@ -108,8 +108,10 @@ class KVState:
         chosen = range(self.n_layers) if cells.layers is None else cells.layers
         layers = list(self.layers)
         for i in chosen:
-            source = None if donor is None else donor.layers[i]
-            layers[i] = {name: _put(t, cells, source and source[name]) for name, t in self.layers[i].items()}
+            layers[i] = {
+                name: _put(t, cells, None if donor is None else donor.layers[i][name])
+                for name, t in self.layers[i].items()
+            }
         return KVState(tuple(layers), self.positions)
 
     def splice(self, *others: KVState) -> KVState:
@@ -152,9 +154,7 @@ class KVState:
             return 0.0
         one, two = self.slice(start, stop), other.slice(start, stop)
         return max(
-            float((a[name] - b[name]).abs().max())
-            for a, b in zip(one.layers, two.layers, strict=True)
-            for name in a
+            float((a[name] - b[name]).abs().max()) for a, b in zip(one.layers, two.layers, strict=True) for name in a
         )
 
     @property

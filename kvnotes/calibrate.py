@@ -1,8 +1,8 @@
-"""`make calibrate`: every study on every planted model, what its mechanism makes each number be beside what came out."""
+"""`make calibrate`: every study on every planted model, the number its mechanism makes beside the measured one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def run(results: Path, console: Console) -> list[Line]:
     return lines
 
 
-def compare(record: Record, expected: dict[str, float]) -> Iterator[Line]:
+def compare(record: Record, expected: Mapping[str, float]) -> Iterator[Line]:
     """Expected measures beside the record's gated effects of the same names."""
     measured = {effect.name: effect.estimate for effect in record.summary.effects if effect.gated}
     for name, value in expected.items():

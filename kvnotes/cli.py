@@ -1,4 +1,4 @@
-"""The command `kvnotes`: print a record, compare two, print their schema. No torch, so it starts at once."""
+"""The command `kvnotes`: records, models, tasks, calibration. Torch is imported only by a command that needs it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.table import Table
 
 from kvnotes import commandline, records, report
+from kvnotes.config import RunConfig
 
 app = typer.Typer(
-    help="Read the records of kvnotes studies.",
+    help="Read the records of kvnotes studies, and see what they would run on.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-RecordFile = Annotated[
-    Path, typer.Argument(metavar="RECORD", help="A record: results/<model>/<study>/<layout>.json")
-]
+RecordFile = Annotated[Path, typer.Argument(metavar="RECORD", help="A record: results/<model>/<study>/<layout>.json")]
 
 
 @app.command()
@@ -40,6 +41,57 @@ def diff(a: RecordFile, b: RecordFile) -> None:
 def schema() -> None:
     """Print the JSON Schema of records, as published in kvnotes/record.schema.json."""
     typer.echo(json.dumps(records.json_schema(), indent=2))
+
+
+@app.command()
+def models(
+    model: Annotated[str | None, typer.Option(help="fetch and verify this registry model now")] = None,
+) -> None:
+    """List the model registry and what is in the cache."""
+    from kvnotes import weights
+
+    if model is not None:
+        weights.prepare(weights.entry_for(model))
+    table = Table("model", "role", "weights", "source", "in the cache", box=box.SIMPLE_HEAD)
+    for entry in map(weights.load_entry, weights.known_models()):
+        source = entry.hub if entry.gguf is None else f"hub or {len(entry.gguf.wheels)} wheels"
+        ready = (weights.cache_folder() / "models" / entry.name / "manifest.json").exists()
+        table.add_row(entry.name, entry.role, entry.precision or "as published", source, "yes" if ready else "no")
+    report.console().print(table)
+
+
+def _preview(config: RunConfig) -> None:
+    from kvnotes import preview
+
+    preview.show(config, report.console())
+
+
+app.command("tasks")(
+    commandline.command(
+        RunConfig, study="tasks", title="A sample prompt with its spans, and the model's competence", action=_preview
+    )
+)
+
+
+@app.command()
+def calibrate(
+    results: Annotated[Path, typer.Option(help="folder for the planted models' records")] = Path("results"),
+) -> None:
+    """Run every study on every planted model; exits with 1 if a number is not what its mechanism makes it."""
+    from kvnotes import calibrate as calibration
+
+    lines = calibration.run(results, report.console())
+    raise typer.Exit(0 if all(line.holds for line in lines) else 1)
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="model to time")] = "qwen2.5-coder-0.5b",
+) -> None:
+    """Time loading, prefill, decode and one locality pair on this machine."""
+    from kvnotes import bench as timing
+
+    timing.run(model, report.console())
 
 
 def main() -> None:

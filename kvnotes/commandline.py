@@ -19,15 +19,24 @@ INTERRUPTED = 130  # the shell's code for Ctrl-C
 
 def run(settings: type[RunConfig], *, study: str, title: str, action: Callable[[RunConfig], Any]) -> None:
     """Parse the command line into the study's settings and act; known failures are one line and exit code 2."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command(settings, study=study, title=title, action=action))
+    guard(app)
 
-    def command(**flags: Any) -> None:
+
+def command(
+    settings: type[RunConfig], *, study: str, title: str, action: Callable[[RunConfig], Any]
+) -> Callable[..., None]:
+    """A function whose keywords are the settings, each a flag with its description and default."""
+
+    def act(**flags: Any) -> None:
         action(configs.make(settings, study=study, flags=flags))
 
-    command.__doc__ = f"{title}.\n\nDefaults are those of configs/default.yaml and configs/{study}.yaml."
-    command.__signature__ = _signature(settings, study)  # pyright: ignore[reportFunctionMemberAccess]
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    guard(app)
+    act.__doc__ = (
+        f"{title}.\n\nDefaults are those of configs/default.yaml, then configs/{study}.yaml where there is one."
+    )
+    act.__signature__ = _signature(settings, study)  # pyright: ignore[reportFunctionMemberAccess]
+    return act
 
 
 def guard(app: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvnotes import discover
 from kvnotes.errors import KVNotesError, UnknownName
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -69,8 +70,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def defaults(study: str) -> dict[str, Any]:
-    """Settings before any flag: configs/default.yaml overlaid with configs/<study>.yaml."""
-    return {**read_yaml(CONFIGS / "default.yaml"), **read_yaml(CONFIGS / f"{study}.yaml"), "study": study}
+    """Settings before any flag: configs/default.yaml, overlaid with configs/<study>.yaml where it is a study."""
+    own = read_yaml(CONFIGS / f"{study}.yaml") if study in discover.studies() else {}
+    return {**read_yaml(CONFIGS / "default.yaml"), **own, "study": study}
 
 
 def make(settings: type[RunConfig], *, study: str, flags: Mapping[str, Any]) -> RunConfig:

@@ -7,18 +7,144 @@ sum(margin - margin_base) / sum(margin_target - margin_base).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from kvnotes import stats
 from kvnotes.config import RunConfig
-from kvnotes.records import Effect, HypothesisTest, Instance
+from kvnotes.records import Effect, Gate, HypothesisTest, Instance
 
-Logits = Callable[[Instance], float]  # an instance's numerator
+# kvnotes.stats is imported where it is used: scipy and statsmodels take seconds, and `--help` must not wait.
 
 
-def measured(instances: Sequence[Instance], *, layout: str, gated: bool) -> list[Instance]:
-    """The instances of a layout with numbers: those that passed the gate, or all that were used."""
-    wanted = {"included"} if gated else {"included", "gated"}
-    return [one for one in instances if one.layout == layout and one.status in wanted]
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """The instances that a summary's effects are over: one layout, and those that passed the gate or all used.
+
+    `floor` is the run's noise in logits; a mean effect below it is marked unresolved.
+    """
+
+    instances: Sequence[Instance]
+    layout: str
+    gated: bool
+    config: RunConfig
+    floor: float
+
+    @property
+    def rows(self) -> list[Instance]:
+        """The instances with numbers."""
+        wanted = {"included"} if self.gated else {"included", "gated"}
+        return [one for one in self.instances if one.layout == self.layout and one.status in wanted]
+
+    def recovery(
+        self,
+        name: str,
+        label: str,
+        moved: Callable[[Instance], float],
+        *,
+        about: float | None = None,
+        control: bool = False,
+    ) -> Effect:
+        """An effect in units of the gap: `moved` gives an instance's numerator in logits.
+
+        `about` asks for an equivalence test against that value, within config.equivalence. Without instances, or
+        where the gaps sum to nothing, the estimate is None and the warning says why.
+        """
+        from kvnotes import stats
+
+        rows = self.rows
+        if not rows:
+            return self._none(name, label, "no instance to measure it on", control=control)
+        tops, gaps, scenarios = [moved(one) for one in rows], [gap(one) for one in rows], _scenarios(rows)
+        c = self.config
+        try:
+            found = stats.interval(
+                tops, scenarios, denominators=gaps, level=c.level, resamples=c.resamples, seed=c.seed
+            )
+            both = stats.ratio_of_sums(tops, gaps)
+        except stats.StatsError as err:
+            return self._none(name, label, str(err), control=control)
+        return self._effect(
+            name,
+            label,
+            found,
+            control=control,
+            mean_of_ratios=both.mean_of_ratios,
+            unresolved=abs(sum(tops)) / len(tops) < self.floor,
+            test=None if about is None else self._equivalence(tops, gaps, scenarios, about=about),
+        )
+
+    def share(self, name: str, label: str, holds: Callable[[Instance], bool]) -> Effect:
+        """The share of instances for which something holds, with an interval clustered by scenario."""
+        from kvnotes import stats
+
+        rows, c = self.rows, self.config
+        if not rows:
+            return self._none(name, label, "no instance to measure it on")
+        hits = [float(holds(one)) for one in rows]
+        if len(set(hits)) == 1:  # no spread to resample: the binomial's own limits, which know no clusters
+            found = stats.clopper_pearson(int(sum(hits)), len(hits), level=c.level)
+        else:
+            found = stats.interval(hits, _scenarios(rows), level=c.level, resamples=c.resamples, seed=c.seed)
+        return self._effect(name, label, found, mean_of_ratios=None, unresolved=False, test=None)
+
+    def _equivalence(
+        self, tops: list[float], gaps: list[float], scenarios: list[str], *, about: float
+    ) -> HypothesisTest:
+        from kvnotes import stats
+
+        outcome = stats.equivalence(
+            [top - about * gap_ for top, gap_ in zip(tops, gaps, strict=True)],
+            scenarios,
+            margin=self.config.equivalence,
+            denominators=gaps,
+            resamples=self.config.resamples,
+            seed=self.config.seed,
+        )
+        return HypothesisTest(
+            name=f"TOST about {about:g}",
+            statistic=outcome.statistic,
+            p=outcome.p,
+            margin=outcome.margin,
+            conclusion=outcome.conclusion,
+        )
+
+    def _effect(self, name: str, label: str, found: Any, *, control: bool = False, **more: Any) -> Effect:
+        return Effect(
+            name=name,
+            label=label,
+            layout=self.layout,
+            gated=self.gated,
+            control=control,
+            estimate=found.estimate,
+            low=found.low,
+            high=found.high,
+            level=found.level,
+            method=found.method,
+            n=found.n,
+            clusters=len(set(_scenarios(self.rows))),
+            warning=found.warning,
+            **more,
+        )
+
+    def _none(self, name: str, label: str, why: str, *, control: bool = False) -> Effect:
+        return Effect(
+            name=name,
+            label=label,
+            layout=self.layout,
+            gated=self.gated,
+            control=control,
+            estimate=None,
+            low=None,
+            high=None,
+            level=self.config.level,
+            method="none",
+            n=len(self.rows),
+            clusters=len(set(_scenarios(self.rows))),
+            mean_of_ratios=None,
+            unresolved=True,
+            warning=why,
+            test=None,
+        )
 
 
 def layouts(instances: Sequence[Instance]) -> list[str]:
@@ -26,131 +152,22 @@ def layouts(instances: Sequence[Instance]) -> list[str]:
     return list(dict.fromkeys(one.layout for one in instances))
 
 
-def recovery_effect(
-    instances: Sequence[Instance],
-    numerator: Logits,
-    *,
-    name: str,
-    label: str,
-    layout: str,
-    gated: bool,
-    config: RunConfig,
-    floor: float,
-    about: float | None = None,
-    control: bool = False,
-) -> Effect:
-    """One effect in units of the gap, with an interval clustered by scenario.
-
-    `floor` in logits: a mean effect below it is marked unresolved. `about` asks for an equivalence test against
-    that value, within config.equivalence. Without instances, or where the gaps sum to nothing, the estimate is
-    None and the warning says why.
-    """
-    rows = measured(instances, layout=layout, gated=gated)
-    tops, gaps = [numerator(one) for one in rows], [gap(one) for one in rows]
-    scenarios = [one.scenario for one in rows]
-    frame = {"name": name, "label": label, "layout": layout, "gated": gated, "control": control}
-    if not rows:
-        return _none(frame, config, rows, "no instance to measure it on")
-    try:
-        found = stats.interval(
-            tops, scenarios, denominators=gaps, level=config.level, resamples=config.resamples, seed=config.seed
-        )
-        both = stats.ratio_of_sums(tops, gaps)
-    except stats.StatsError as err:
-        return _none(frame, config, rows, str(err))
-    return Effect(
-        **frame,
-        estimate=found.estimate,
-        low=found.low,
-        high=found.high,
-        level=found.level,
-        method=found.method,
-        n=found.n,
-        clusters=found.clusters,
-        mean_of_ratios=both.mean_of_ratios,
-        unresolved=abs(sum(tops)) / len(tops) < floor,
-        warning=found.warning,
-        test=None if about is None else _equivalence(tops, gaps, scenarios, about=about, config=config),
-    )
-
-
-def share_effect(
-    instances: Sequence[Instance],
-    holds: Callable[[Instance], bool],
-    *,
-    name: str,
-    label: str,
-    layout: str,
-    gated: bool,
-    config: RunConfig,
-) -> Effect:
-    """The share of instances for which something holds, with an interval clustered by scenario."""
-    rows = measured(instances, layout=layout, gated=gated)
-    frame = {"name": name, "label": label, "layout": layout, "gated": gated, "control": False}
-    if not rows:
-        return _none(frame, config, rows, "no instance to measure it on")
-    hits = [float(holds(one)) for one in rows]
-    if len(set(hits)) == 1:  # no spread to resample: the binomial's own limits, which know no clusters
-        found = stats.clopper_pearson(int(sum(hits)), len(hits), level=config.level)
-    else:
-        scenarios = [one.scenario for one in rows]
-        found = stats.interval(hits, scenarios, level=config.level, resamples=config.resamples, seed=config.seed)
-    return Effect(
-        **frame,
-        estimate=found.estimate,
-        low=found.low,
-        high=found.high,
-        level=found.level,
-        method=found.method,
-        n=len(rows),
-        clusters=len({one.scenario for one in rows}),
-        mean_of_ratios=None,
-        unresolved=False,
-        warning=found.warning,
-        test=None,
-    )
+def gate(one: Instance) -> Gate:
+    """The gate of a measured instance. Raises ValueError for one that was skipped."""
+    if one.gate is None:
+        raise ValueError(f"{one.id} was skipped ({one.reason}), it has no margins")
+    return one.gate
 
 
 def gap(one: Instance) -> float:
     """Target's margin minus base's, in logits."""
-    assert one.gate is not None
-    assert one.gate.gap is not None
-    return one.gate.gap
+    return float(gate(one).gap or 0.0)
 
 
-def _equivalence(
-    tops: list[float], gaps: list[float], scenarios: list[str], *, about: float, config: RunConfig
-) -> HypothesisTest:
-    shifted = [top - about * gap_ for top, gap_ in zip(tops, gaps, strict=True)]
-    outcome = stats.equivalence(
-        shifted,
-        scenarios,
-        margin=config.equivalence,
-        denominators=gaps,
-        resamples=config.resamples,
-        seed=config.seed,
-    )
-    return HypothesisTest(
-        name=f"TOST about {about:g}",
-        statistic=outcome.statistic,
-        p=outcome.p,
-        margin=outcome.margin,
-        conclusion=outcome.conclusion,
-    )
+def moved(one: Instance, margin: float) -> float:
+    """How far a margin lies from base's, in logits."""
+    return margin - float(gate(one).base_margin or 0.0)
 
 
-def _none(frame: dict[str, object], config: RunConfig, rows: Sequence[Instance], why: str) -> Effect:
-    return Effect(
-        **frame,  # pyright: ignore[reportArgumentType]
-        estimate=None,
-        low=None,
-        high=None,
-        level=config.level,
-        method="none",
-        n=len(rows),
-        clusters=len({one.scenario for one in rows}),
-        mean_of_ratios=None,
-        unresolved=True,
-        warning=why,
-        test=None,
-    )
+def _scenarios(rows: Sequence[Instance]) -> list[str]:
+    return [one.scenario for one in rows]

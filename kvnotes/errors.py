@@ -11,7 +11,7 @@ class KVNotesError(Exception):
 
 
 class UnknownName(KVNotesError):
-    """A model, study, layout, task or key that does not exist."""
+    """A model, study, layout, task or key that does not exist; the message suggests the nearest that does."""
 
     def __init__(self, *, kind: str, name: str, known: Iterable[str]) -> None:
         options = sorted(known)

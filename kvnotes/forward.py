@@ -54,14 +54,15 @@ class _Frozen(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Called by the attention of layer `layer_idx` with its new keys (after RoPE) and values."""
         new = {"k": key_states, "v": value_states}
-        self.full[layer_idx] = new if self.past is None else {n: self._join(layer_idx, n, t) for n, t in new.items()}
+        if self.past is not None:
+            new = {name: self._join(self.past[layer_idx][name], t) for name, t in new.items()}
+        self.full[layer_idx] = new
         return self.full[layer_idx]["k"], self.full[layer_idx]["v"]
 
-    def _join(self, layer: int, name: str, new: Tensor) -> Tensor:
-        assert self.past is not None
+    def _join(self, old: Tensor, new: Tensor) -> Tensor:
         if self.places is None:
-            return torch.cat([self.past[layer][name], new], dim=2)
-        joined = self.past[layer][name].clone()
+            return torch.cat([old, new], dim=2)
+        joined = old.clone()
         joined[:, :, self.places] = new
         return joined
 
@@ -90,10 +91,7 @@ def forward(
     tokens, positions = tokens.to(model.device), positions.to(model.device)
     _check(tokens, positions, past, over)
     old = None if past is None else past[0].positions[0]
-    if old is None:
-        keys = positions
-    else:
-        keys = old if over is not None else torch.cat([old, positions])
+    keys = positions if old is None else torch.cat([old, positions]) if over is None else old
     frozen = _Frozen(
         None if past is None else stack(past),
         None if over is None else torch.tensor(list(over), device=model.device),
@@ -156,18 +154,14 @@ def greedy(
     block, at = list(query), start
     while len(made) < limit and not (made and made[-1] in stop):
         positions = torch.arange(at, at + len(block))
-        out = forward(
-            model, torch.tensor([block]), positions=positions, past=[state], over=None, read=[len(block) - 1]
-        )
+        out = forward(model, torch.tensor([block]), positions=positions, past=[state], over=None, read=[len(block) - 1])
         state, at = out.states[0], at + len(block)
         block = [int(out.logits[0, 0].argmax())]
         made += block
     return tuple(made), state
 
 
-def _check(
-    tokens: Tensor, positions: Tensor, past: Sequence[KVState] | None, over: Sequence[int] | None
-) -> None:
+def _check(tokens: Tensor, positions: Tensor, past: Sequence[KVState] | None, over: Sequence[int] | None) -> None:
     if tokens.shape[1] != positions.shape[0] or tokens.shape[1] == 0:
         raise CacheError(f"{tokens.shape[1]} tokens need as many positions (at least one), got {positions.shape[0]}")
     if past is None:

@@ -80,9 +80,7 @@ class Metadata:
     def __getitem__(self, key: str) -> Any:
         """The value of a key that the file must have."""
         if key not in self._fields:
-            raise WeightsError(
-                f"the GGUF has no {key!r}, so it cannot be converted; use a complete GGUF file."
-            )
+            raise WeightsError(f"the GGUF has no {key!r}, so it cannot be converted; use a complete GGUF file.")
         return self._fields[key].contents()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -120,7 +118,7 @@ def convert(gguf_file: Path, folder: Path, *, progress: Progress) -> None:
 
 
 def _open(path: Path) -> GGUFReader:
-    from gguf import GGUFReader  # noqa: PLC0415 (in the models extra)
+    from gguf import GGUFReader
 
     try:
         return GGUFReader(path)
@@ -206,13 +204,9 @@ def _gemma3_config(metadata: Metadata) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "qwen2": Architecture(
-        layer_names=LAYER_NAMES, biases=("attn_q", "attn_k", "attn_v"), config=_qwen2_config
-    ),
+    "qwen2": Architecture(layer_names=LAYER_NAMES, biases=("attn_q", "attn_k", "attn_v"), config=_qwen2_config),
     "llama": Architecture(layer_names=LAYER_NAMES, biases=(), config=_llama_config, permuted=True),
-    "gemma3": Architecture(
-        layer_names=GEMMA3_LAYER_NAMES, biases=(), config=_gemma3_config, norm_plus_one=True
-    ),
+    "gemma3": Architecture(layer_names=GEMMA3_LAYER_NAMES, biases=(), config=_gemma3_config, norm_plus_one=True),
 }
 
 
@@ -272,7 +266,7 @@ def _write_header(out: BinaryIO, header: dict[str, Any]) -> None:
 
 def _float32_blocks(tensor: ReaderTensor, metadata: Metadata) -> Iterator[np.ndarray]:
     """A tensor's rows in float32, in the order and convention of the Hugging Face model."""
-    from gguf import dequantize  # noqa: PLC0415
+    from gguf import dequantize
 
     architecture = ARCHITECTURES[metadata.architecture]
     kind = tensor.name.split(".")[-2]
@@ -306,7 +300,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     Control and user-defined tokens are matched in the raw text before anything else, as llama.cpp does when
     it parses special tokens. Raises `WeightsError` for a tokenizer kind or pre-tokenizer that is not known.
     """
-    from tokenizers import AddedToken  # noqa: PLC0415
+    from tokenizers import AddedToken
 
     kind = metadata["tokenizer.ggml.model"]
     builders = {"gpt2": _byte_level_tokenizer, "llama": _sentencepiece_tokenizer}
@@ -322,16 +316,14 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     ]
     tokenizer.add_tokens(added)
     if tokenizer.get_vocab_size() != len(tokens):
-        raise WeightsError(
-            "the GGUF's vocabulary has repeated tokens, so its ids cannot be kept; use another file."
-        )
+        raise WeightsError("the GGUF's vocabulary has repeated tokens, so its ids cannot be kept; use another file.")
     if metadata.get("tokenizer.ggml.add_bos_token", False):
         _prepend_bos(tokenizer, tokens[metadata["tokenizer.ggml.bos_token_id"]])
     return tokenizer
 
 
 def _byte_level_tokenizer(metadata: Metadata) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     pre = metadata["tokenizer.ggml.pre"]
     if pre not in SPLITS:
@@ -346,12 +338,10 @@ def _byte_level_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def _sentencepiece_tokenizer(metadata: Metadata) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers  # noqa: PLC0415
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        raise WeightsError(
-            "a tokenizer that puts a space before the text is not supported; use another file."
-        )
+        raise WeightsError("a tokenizer that puts a space before the text is not supported; use another file.")
     tokens = metadata["tokenizer.ggml.tokens"]
     unknown = tokens[metadata["tokenizer.ggml.unknown_token_id"]]
     tokenizer = Tokenizer(
@@ -364,9 +354,7 @@ def _sentencepiece_tokenizer(metadata: Metadata) -> Tokenizer:
         )
     )
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 
@@ -394,7 +382,7 @@ def _merges_from_scores(metadata: Metadata) -> list[tuple[str, str]]:
 
 
 def _prepend_bos(tokenizer: Tokenizer, bos: str) -> None:
-    from tokenizers import processors  # noqa: PLC0415
+    from tokenizers import processors
 
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
@@ -402,12 +390,14 @@ def _prepend_bos(tokenizer: Tokenizer, bos: str) -> None:
 
 
 def _tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """What transformers needs beside tokenizer.json: the special tokens by name, BOS, the chat template."""
+    """What transformers needs beside tokenizer.json: the special tokens by name and the chat template.
+
+    Whether BOS is added is in tokenizer.json; transformers 5 ignores `add_bos_token` where that file exists.
+    """
     tokens = metadata["tokenizer.ggml.tokens"]
     special = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     config: dict[str, Any] = {
         "tokenizer_class": "TokenizersBackend",  # PreTrainedTokenizerFast's name since transformers 5
-        "add_bos_token": metadata.get("tokenizer.ggml.add_bos_token", False),
         "clean_up_tokenization_spaces": False,
         "model_max_length": metadata.of_model("context_length"),
     }

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvnotes import planted, weights
 from kvnotes.cache import Cells, KVState, Rotation
-from kvnotes.errors import KVNotesError
+from kvnotes.errors import KVNotesError, UnknownName
 from kvnotes.forward import Windows, decode, prefill
+from kvnotes.records import Bounded
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -62,7 +63,7 @@ class Model:
     windows: Windows
     rotation: Rotation | None
     noise_floor: float = 0.0
-    checks: dict[str, dict[str, float]] = field(default_factory=dict)
+    checks: dict[str, Bounded] = field(default_factory=dict)
 
     @property
     def shape(self) -> dict[str, int]:
@@ -111,7 +112,7 @@ def load(name: str, *, device: str, dtype: str) -> Model:
     )
     checks = self_check(model, tokens, reference)
     object.__setattr__(model, "checks", checks)
-    object.__setattr__(model, "noise_floor", checks["cached decode equals full forward"]["value"])
+    object.__setattr__(model, "noise_floor", checks["cached decode equals full forward"].value)
     return model
 
 
@@ -121,7 +122,10 @@ def resolve(name: str) -> tuple[weights.ModelEntry, weights.Prepared]:
         folder = planted.build(name, weights.cache_folder() / "planted" / name)
         entry = weights.entry_for(str(folder))
         return entry, replace(weights.prepare(entry), source="kvnotes.planted, weights set by hand")
-    entry = weights.entry_for(name)
+    try:
+        entry = weights.entry_for(name)
+    except UnknownName as err:
+        raise UnknownName(kind="model", name=name, known=[*weights.known_models(), *planted.PLANTED]) from err
     return entry, weights.prepare(entry)
 
 
@@ -132,7 +136,7 @@ def check_tokens(tokenizer: Any, windows: Windows) -> list[int]:
     return (ids * (length // len(ids) + 1))[:length]
 
 
-def self_check(model: Model, tokens: list[int], reference: Float[Tensor, "vocab"]) -> dict[str, dict[str, float]]:
+def self_check(model: Model, tokens: list[int], reference: Float[Tensor, "vocab"]) -> dict[str, Bounded]:
     """Prove the model on a short text; raises ModelError naming the check that failed.
 
     `reference` are plain transformers' logits of the last token, taken before the bridge was booted.
@@ -151,7 +155,10 @@ def self_check(model: Model, tokens: list[int], reference: Float[Tensor, "vocab"
         "explicit masks equal the model's own": full - reference,
         "cached decode equals full forward": cached - full,
     }
-    large = {"a cache edit moves the logits": moved - cached, "a hook moves the logits": _hooked(model, tokens) - bridged}
+    large = {
+        "a cache edit moves the logits": moved - cached,
+        "a hook moves the logits": _hooked(model, tokens) - bridged,
+    }
     measured = {what: (_size(difference), bound, _size(difference) <= bound) for what, difference in small.items()}
     measured |= {what: (_size(difference), bound, _size(difference) > bound) for what, difference in large.items()}
     changed = float(past.fingerprint() != before)
@@ -162,7 +169,7 @@ def self_check(model: Model, tokens: list[int], reference: Float[Tensor, "vocab"
                 f"{model.name} failed its self-check {what!r} ({value:.3g} against a bound of {limit:.3g}), so its "
                 "numbers would be wrong; check the installed transformers and transformer-lens against constraints.txt"
             )
-    return {what: {"value": value, "bound": limit} for what, (value, limit, _) in measured.items()}
+    return {what: Bounded(value=value, bound=limit, passed=passed) for what, (value, limit, passed) in measured.items()}
 
 
 def _size(difference: Tensor) -> float:

@@ -170,9 +170,7 @@ def _spec(kind: Kind, kv_heads: int) -> PlantedSpec:
         "mixed": (
             (ALPHA,),
             1 - ALPHA,
-            _expected(
-                field_only=1 - ALPHA, single=(ALPHA, 0.0), rest=(0.0, ALPHA), direct=1 - ALPHA, write=ALPHA
-            ),
+            _expected(field_only=1 - ALPHA, single=(ALPHA, 0.0), rest=(0.0, ALPHA), direct=1 - ALPHA, write=ALPHA),
         ),
         "both": (
             (0.5, 0.5),
@@ -195,12 +193,13 @@ PLANTED: Mapping[str, PlantedSpec] = MappingProxyType({spec.name: spec for spec 
 def build(name: str, folder: Path) -> Path:
     """Write the planted model `name` and its tokenizer into `folder`, which is made, and return the folder.
 
-    Each file is put in place whole, over an equal older one, so that runs beside each other read one or the other. The bytes depend on the name and the versions of torch, transformers and tokenizers only. Raises
+    Each file is put in place whole, over an equal older one, so that runs beside each other read one or the
+    other. The bytes depend on the name and the versions of torch, transformers and tokenizers only. Raises
     UnknownName for a model that is not in PLANTED.
     """
     if name not in PLANTED:
         raise UnknownName(kind="planted model", name=name, known=PLANTED)
-    from kvnotes import planted_weights  # noqa: PLC0415  (torch: only where weights are made)
+    from kvnotes import planted_weights
 
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as unfinished:

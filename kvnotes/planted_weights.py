@@ -126,8 +126,7 @@ def _look_up(site: Site, *, to: str, weight: float, closed_to: tuple[str, ...]) 
     return _Head(
         site=site,
         matches=tuple(
-            ({held: HIT, **shut}, {value: 1.0, "is_field": -1.0})
-            for value, held in zip(VALUES, HELD, strict=True)
+            ({held: HIT, **shut}, {value: 1.0, "is_field": -1.0}) for value, held in zip(VALUES, HELD, strict=True)
         ),
         moves=(("bound", to, weight),),
     )
@@ -349,9 +348,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {word: index for index, word in enumerate(vocabulary())}
     backend = Tokenizer(models.WordLevel(vocab=words, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, words[BOS])]
-    )
+    backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, words[BOS])])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS,

@@ -49,17 +49,11 @@ def _scenario(domain: str, name: str, values: str, actions: str, request: str) -
 
 SCENARIOS: tuple[PlantedScenario, ...] = (
     _scenario("orders", "order", "open packed sold", "ship/wait", "the buyer asks for the parcel today"),
-    _scenario(
-        "accounts", "account", "local remote mixed", "allow/refuse", "the owner asks to change a limit"
-    ),
-    _scenario(
-        "payments", "payment", "card cash wire", "refund/escalate", "the client asks for the money back"
-    ),
+    _scenario("accounts", "account", "local remote mixed", "allow/refuse", "the owner asks to change a limit"),
+    _scenario("payments", "payment", "card cash wire", "refund/escalate", "the client asks for the money back"),
     _scenario("access", "door", "north south east", "unlock/alarm", "a guest stands outside and rings"),
     _scenario("network", "device", "wired radio fibre", "connect/isolate", "a machine asks to join"),
-    _scenario(
-        "deployments", "build", "red green blue", "deploy/rollback", "the team asks for the new version"
-    ),
+    _scenario("deployments", "build", "red green blue", "deploy/rollback", "the team asks for the new version"),
     _scenario("inventory", "stock", "fresh frozen dried", "reserve/reorder", "the shop asks for ten boxes"),
     _scenario("clinic", "patient", "adult child infant", "schedule/transfer", "the ward asks for a visit"),
     _scenario("moderation", "post", "text image video", "publish/remove", "the writer asks to go live"),

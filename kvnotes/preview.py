@@ -38,7 +38,7 @@ def show(config: RunConfig, console: Console) -> None:
     for layout, group in groupby(usable, key=lambda one: one.pair.layout):
         console.print(Text(f"\n{layout}", style="bold underline"))
         console.print(sample(next(group), model.tokenizer))
-    console.print(Text("  ".join(COLOURS), style="dim") if not console.is_terminal else legend())
+    console.print(legend())
     trials = [Trial.run(model, pair) for pair in track(usable, "unedited model", console=console)]
     console.print(dropped([one for one in tokenised if isinstance(one, Skipped)]))
     console.print(competence(trials, config))
@@ -74,7 +74,9 @@ def competence(trials: Sequence[Trial], config: RunConfig) -> Table:
 
     In a polarity design every pair's two arms are two cells of its 2x2, and its group's other pair the other two.
     """
-    table = Table("layout", "scenario", "pairs", "pass the gate", "base right", "target right", "argmax right", "mean gap")
+    table = Table(
+        "layout", "scenario", "pairs", "pass the gate", "base right", "target right", "argmax right", "mean gap"
+    )
     for layout in dict.fromkeys(trial.pair.pair.layout for trial in trials):
         rows = [trial for trial in trials if trial.pair.pair.layout == layout]
         for scenario in sorted({trial.pair.pair.scenario for trial in rows}):

@@ -30,7 +30,7 @@ class Template:
     before: str
     after: str
     bos: int | None  # the BOS that the model wants exactly once, None where it wants none
-    add_bos: bool  # whether it must be put first, because the template's text has none
+    first: tuple[int, ...]  # what must be put first by hand: that BOS, where the template's text has none
 
 
 def read_template(tokenizer: Any, *, use: bool | None, options: Mapping[str, Any]) -> Template:
@@ -40,17 +40,19 @@ def read_template(tokenizer: Any, *, use: bool | None, options: Mapping[str, Any
     """
     bos = tokenizer.bos_token_id if _wants_bos(tokenizer) else None
     if use is False or (use is None and not tokenizer.chat_template):
-        return Template(before="", after="", bos=bos, add_bos=bos is not None)
+        return Template(before="", after="", bos=bos, first=() if bos is None else (bos,))
     if not tokenizer.chat_template:
-        raise PromptError("the model's config asks for a chat template, but the tokenizer has none; set chat.use: false")
+        raise PromptError(
+            "the model's config asks for a chat template, but the tokenizer has none; set chat.use: false"
+        )
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True, **options
     )
     if text.count(MARK) != 1:
         raise PromptError("the chat template does not hold its message exactly once, so spans cannot be known")
     before, after = text.split(MARK)
-    add = bos is not None and not before.startswith(tokenizer.bos_token)
-    return Template(before=before, after=after, bos=bos, add_bos=add)
+    first = () if bos is None or before.startswith(tokenizer.bos_token) else (bos,)
+    return Template(before=before, after=after, bos=bos, first=first)
 
 
 def tokenise(pair: Pair, *, tokenizer: Any, template: Template, query: int) -> TokenPair | Skipped:
@@ -77,9 +79,7 @@ def tokenise(pair: Pair, *, tokenizer: Any, template: Template, query: int) -> T
     )
 
 
-def tokenise_all(
-    pairs: list[Pair], *, tokenizer: Any, template: Template, query: int
-) -> Iterator[TokenPair | Skipped]:
+def tokenise_all(pairs: list[Pair], *, tokenizer: Any, template: Template, query: int) -> Iterator[TokenPair | Skipped]:
     """`tokenise` for each pair, in order."""
     for pair in pairs:
         yield tokenise(pair, tokenizer=tokenizer, template=template, query=query)
@@ -129,13 +129,10 @@ def _encode(arm: Arm, *, tokenizer: Any, template: Template) -> _Encoded:
     return _Encoded(ids, owners, tuple(slots))
 
 
-def _tokens(
-    text: str, *, tokenizer: Any, template: Template
-) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+def _tokens(text: str, *, tokenizer: Any, template: Template) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     """Ids and character offsets; the BOS is put by hand, since add_special_tokens may add an end token too."""
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    first = [template.bos] if template.add_bos else []
-    return (*first, *out["input_ids"]), [*((0, 0) for _ in first), *out["offset_mapping"]]
+    return (*template.first, *out["input_ids"]), [*((0, 0) for _ in template.first), *out["offset_mapping"]]
 
 
 def _check_special(ids: tuple[int, ...], tokenizer: Any, template: Template) -> None:

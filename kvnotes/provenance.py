@@ -56,7 +56,7 @@ def _version(package: str) -> str:
 def _git(*arguments: str) -> str | None:
     """Output of a git command in the repository; None without git or outside a checkout."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30)  # noqa: S603, S607
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603, S607
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

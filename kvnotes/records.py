@@ -93,10 +93,11 @@ class Provenance(_Frozen):
 
 
 class Bounded(_Frozen):
-    """A measured deviation and the bound it had to keep."""
+    """A measured number and the bound it was held to: from above for an error, from below for an effect."""
 
     value: Number
     bound: Number
+    passed: bool
 
 
 class Model(_Frozen):
@@ -345,9 +346,7 @@ def content_hash(record: Record) -> str:
 # --- files ------------------------------------------------------------------------------------------------
 
 
-def record_path(
-    results: Path, *, model: str, study: str, layout: str, config_hash: str, default: bool
-) -> Path:
+def record_path(results: Path, *, model: str, study: str, layout: str, config_hash: str, default: bool) -> Path:
     """`results/<model>/<study>/<layout>.json`; other settings add `-<8 digits of their hash>`.
 
     Raises:
@@ -365,9 +364,7 @@ def safe_name(model: str) -> str:
     """
     name = re.sub(r"[^\w.-]+", "-", model.replace("/", "--"), flags=re.ASCII).strip(".-")
     if not name:
-        raise RecordError(
-            f"the model name {model!r} has no letter or digit to name a folder by; rename the model."
-        )
+        raise RecordError(f"the model name {model!r} has no letter or digit to name a folder by; rename the model.")
     return name
 
 
@@ -380,7 +377,7 @@ def write(record: Record, path: Path) -> Record:
         RecordError: if the record is not valid, holds an array over 5 MB, or cannot be written there.
     """
     try:
-        checked = Record.model_validate(record.model_dump())
+        checked = Record.model_validate(record.model_dump(warnings=False))
     except ValidationError as error:
         raise RecordError(f"{path}: not written, the record is not valid: {_first_fault(error)}.") from error
     _refuse_large_arrays(checked, path)
@@ -432,9 +429,7 @@ def find(results: Path, *, study: str | None = None) -> dict[str, Record]:
     """
     if not results.is_dir():
         raise RecordError(f"{results}: no such results folder; `make probe-locality` makes one.")
-    paths = sorted(
-        path for path in results.glob(f"*/{study or '*'}/*.json") if path.is_file() and path.name[0] != "."
-    )
+    paths = sorted(path for path in results.glob(f"*/{study or '*'}/*.json") if path.is_file() and path.name[0] != ".")
     return {path.relative_to(results).with_suffix("").as_posix(): read(path) for path in paths}
 
 
@@ -444,7 +439,7 @@ def write_arrays(tensors: Mapping[str, np.ndarray], path: Path) -> ArrayFile:
     Raises:
         RecordError: if the file cannot be written.
     """
-    from safetensors.numpy import save  # noqa: PLC0415  # few records have arrays; `show` must start at once
+    from safetensors.numpy import save  # few records have arrays; `show` must start at once
 
     beside = path.with_suffix(".safetensors")
     data = save(dict(tensors))
@@ -459,7 +454,7 @@ def read_arrays(record: Record, path: Path) -> dict[str, np.ndarray]:
     Raises:
         RecordError: if a file is missing or is not the one that the record was written with.
     """
-    from safetensors.numpy import load  # noqa: PLC0415  # as above
+    from safetensors.numpy import load  # as above
 
     arrays: dict[str, np.ndarray] = {}
     for entry in record.arrays:
@@ -471,9 +466,7 @@ def read_arrays(record: Record, path: Path) -> dict[str, np.ndarray]:
                 f"{beside}: cannot be read ({error.strerror}), but {path} needs it. Restore it."
             ) from error
         if hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise RecordError(
-                f"{beside}: its SHA-256 is not the one in {path}. Restore it or run the study again."
-            )
+            raise RecordError(f"{beside}: its SHA-256 is not the one in {path}. Restore it or run the study again.")
         arrays |= load(data)
     return arrays
 

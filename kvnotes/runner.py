@@ -47,7 +47,12 @@ class Study:
         """Where the record goes."""
         c = self.config
         return records.record_path(
-            c.results, model=c.model, study=c.study, layout=c.layout, config_hash=c.hash(), default=configs.is_default(c)
+            c.results,
+            model=c.model,
+            study=c.study,
+            layout=c.layout,
+            config_hash=c.hash(),
+            default=configs.is_default(c),
         )
 
 
@@ -62,7 +67,7 @@ def execute(module: ModuleType, config: RunConfig) -> Record:
     """Run a study and leave its record, figure and printed summary."""
     study = Study(module=module, config=config)
     pairs = generate(config)
-    _require_writable(study.path)
+    records.require_writable(study.path)
     started = time.perf_counter()
     from kvnotes import models  # torch and transformer-lens take seconds to import: only when a run needs them
 
@@ -70,9 +75,7 @@ def execute(module: ModuleType, config: RunConfig) -> Record:
         model = models.load(config.model, device=config.device, dtype=config.dtype)
     loaded = time.perf_counter() - started
     finished = measure_all(study, model, pairs)
-    clock = Timings(
-        total_s=time.perf_counter() - started, per_instance_s=_mean_seconds(finished), load_s=loaded
-    )
+    clock = Timings(total_s=time.perf_counter() - started, per_instance_s=_mean_seconds(finished), load_s=loaded)
     record = records.write(build(study, model, finished, clock), study.path)
     resume_file(study, model).remove()
     report.show(record, report.console())
@@ -91,9 +94,7 @@ def generate(config: RunConfig) -> list[Pair]:
     return [
         pair
         for layout in wanted
-        for pair in task.generate(
-            layout=layout, pair=config.pair, n=config.n, seed=config.seed, length=config.length
-        )
+        for pair in task.generate(layout=layout, pair=config.pair, n=config.n, seed=config.seed, length=config.length)
     ]
 
 
@@ -289,15 +290,8 @@ def _model(model: Model, floor: float) -> records.Model:
         device=str(model.device),
         attention=model.entry.attention,
         noise_floor=floor,
-        self_check={name: records.Bounded(**check) for name, check in model.checks.items()},
+        self_check=model.checks,
     )
-
-
-def _require_writable(path: Path) -> None:
-    """Find out now, not after the last pair, whether the record can be written. Raises RecordError."""
-    probe = path.with_name(f".{path.stem}.probe")
-    records.write_atomically(b"", probe)
-    probe.unlink()
 
 
 def _require_some(tokenised: list[TokenPair | Skipped], config: RunConfig) -> None:

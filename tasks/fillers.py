@@ -92,7 +92,7 @@ FILLERS: tuple[str, ...] = (
 )
 
 
-def fillers(count: int, *, seed: int) -> tuple[str, ...]:
+def fillers(count: int, *, seed: int | str) -> tuple[str, ...]:
     """`count` filler rules, all different: a seeded sample, and past their number the same rules by desk.
 
     The first `n` of a longer draw with the same seed are the draw of length `n`.

@@ -1,7 +1,7 @@
 """Gated decisions: pairs of prompts in which one field decides between a permitted and a restricted action.
 
-Three choices are counterbalanced: the order of the rules, which of the two values is the base's, and which value
-permits. Any even number of instances has each of them equally often, within a scenario and over all.
+Three choices are counterbalanced: the order of the rules, which of the two values is the base's, and which
+value permits. Any even number of instances has each of them equally often, within a scenario and over all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvnotes.instance import Pair, PairKind
 from . import layouts
 from .fillers import fillers
 from .layouts import Draw, Layout, Rule
-from .length import fillers_to_reach
+from .length import rules_to_reach
 from .scenarios import SCENARIOS, Scenario
 
 TASK = "gated"
@@ -24,25 +24,25 @@ LAYOUTS: Mapping[str, Layout] = layouts.LAYOUTS
 DEFAULT_LAYOUT = "table_field_first"
 PAIRS: tuple[PairKind, ...] = ("field", "polarity")
 WORDINGS = ("swap", "trigger")
+SHORTEST_FILLER = 6  # tokens: a length divided by it is always filler enough
 
-# Cells of rule order x value order x permitting value. Every odd cell is the complement of the one before it, so
-# an even number of cells has each choice equally often, and eight have every combination once.
+# Cells of rule order x value order x permitting value. Every odd cell is the complement of the one before it,
+# so an even number of cells has each choice equally often, and eight have every combination once.
 _CELLS = ((0, 0, 0), (1, 1, 1), (0, 0, 1), (1, 1, 0), (0, 1, 0), (1, 0, 1), (1, 0, 0), (0, 1, 1))
 _TWO_OF_THREE = ((0, 1, 2), (1, 2, 0), (2, 0, 1))  # two values to use and the one to leave
 
 
-class BadRequest(KVNotesError):
+class TaskError(KVNotesError):
     """Pairs asked for that cannot exist."""
 
 
-def generate(
-    *, layout: str, pair: str, n: int, seed: int, length: int = 0, wording: str = "swap"
-) -> list[Pair]:
+def generate(*, layout: str, pair: str, n: int, seed: int, length: int = 0, wording: str = "swap") -> list[Pair]:
     """`n` pairs, spread evenly over the scenarios; the same arguments give the same pairs.
 
     Args:
         layout: a name in LAYOUTS.
-        pair: "field" (the field changes) or "polarity" (the rule changes and the field stays).
+        pair: "field" (the field changes) or "polarity" (the rule changes and the field stays; a layout that
+            only copies the field has none).
         n: how many pairs. Polarity pairs come in twos, one for each field of a 2x2 of field and rule.
         seed: orders the scenarios and chooses values and neutral rules.
         length: tokens of the prompt, reached with neutral rules; 0 is the layout's natural length.
@@ -51,22 +51,22 @@ def generate(
 
     Raises:
         UnknownName: no such layout, kind of pair or wording.
-        BadRequest: n or length out of range, an odd n of polarity pairs, or a layout without a rule to invert.
+        TaskError: n or length out of range, or an odd n of polarity pairs.
     """
     _check_name("layout", layout, LAYOUTS)
     _check_name("kind of pair", pair, PAIRS)
     _check_name("wording", wording, WORDINGS)
     style = LAYOUTS[layout]
     if n < 1:
-        raise BadRequest(f"n is {n}, and a run needs pairs: give n >= 1.")
+        raise TaskError(f"n is {n}, and a run needs pairs: give n >= 1.")
     if length < 0:
-        raise BadRequest(f"length is {length} tokens: give 0 for the natural length, or a number above it.")
+        raise TaskError(f"length is {length} tokens: give 0 for the natural length, or a number above it.")
     if pair == "field":
         return [_field_pair(design, style, length) for design in _designs(n, seed)]
     if n % 2:
-        raise BadRequest(f"n is {n}, but polarity pairs come in twos, one for each field: give an even n.")
-    if style.copies:
-        raise BadRequest(f"layout {layout!r} copies the field and has no rule to invert: use pair='field'.")
+        raise TaskError(f"n is {n}, but polarity pairs come in twos, one for each field: give an even n.")
+    if style.copies:  # no rule to invert
+        return []
     return [
         _polarity_pair(design, style, length, field=value, wording=wording)
         for design in _designs(n // 2, seed)
@@ -81,7 +81,7 @@ def _check_name(kind: str, name: str, known: Iterable[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Design:
-    """What one instance is made of: a scenario, two of its values and a cell of the counterbalanced choices."""
+    """What one instance is made of: a scenario, two of its values and the counterbalanced choices."""
 
     scenario: Scenario
     seed: int
@@ -96,11 +96,9 @@ class _Design:
     def id(self) -> str:
         return f"{self.scenario.id}-{self.copy}"
 
-    def values_by_action(self, *, inverted: bool = False) -> dict[str, str]:
-        """The value that leads to each action, in the order of the rules."""
-        refusing = next(value for value in self.values if value != self.permitting)
-        yes, no = (refusing, self.permitting) if inverted else (self.permitting, refusing)
-        return {action: yes if action == self.scenario.permit else no for action in self.actions}
+    def action_for(self, value: str) -> str:
+        """The action that a value leads to, in a polarity pair's base arm."""
+        return self.scenario.permit if value == self.permitting else self.scenario.restrict
 
 
 def _designs(count: int, seed: int) -> list[_Design]:
@@ -114,7 +112,7 @@ def _designs(count: int, seed: int) -> list[_Design]:
 def _design(scenario: Scenario, seed: int, place: int, copy: int) -> _Design:
     cells = zip(_CELLS[place % len(_CELLS)], _CELLS[copy % len(_CELLS)], strict=True)
     rule_order, value_order, permits = (a ^ b for a, b in cells)
-    # A scenario keeps its two values for two rounds, so that both cells of a complement are about the same words.
+    # A scenario keeps its two values for two rounds, so that a cell and its complement share their words.
     chosen = _TWO_OF_THREE[(seed + place + copy // 2) % len(_TWO_OF_THREE)]
     first, second, third = (scenario.values[i] for i in chosen)
     return _Design(
@@ -135,26 +133,74 @@ def _design(scenario: Scenario, seed: int, place: int, copy: int) -> _Design:
 
 
 def _field_pair(design: _Design, layout: Layout, length: int) -> Pair:
-    base, target = design.values
-    rules = _rules(design, design.values_by_action(), decided_by=base)
-    draw = Draw(
-        scenario=design.scenario, field=base, rules=rules, value_role="rule_value", third=design.third
-    )
-    return _pair(
-        design, layout, length, identity="", base=draw, target=replace(draw, field=target), balance={}
-    )
+    first, second = design.values
+    rules = _rules(design, base_action=design.action_for(first))
+    base = Draw(scenario=design.scenario, field=first, rules=rules, value_role="rule_value", third=design.third)
+    return _pair("field", design, layout, length, arms=(base, replace(base, field=second)))
 
 
 def _polarity_pair(design: _Design, layout: Layout, length: int, *, field: str, wording: str) -> Pair:
-    base, target = (
-        _polarity_draw(design, field=field, wording=wording, inverted=inverted) for inverted in (False, True)
+    action = design.action_for(field)
+    arms = (
+        Draw(
+            scenario=design.scenario,
+            field=field,
+            rules=_rules(design, base_action=action, inverted=inverted, wording=wording),
+            value_role="trigger",
+            third=design.third,
+        )
+        for inverted in (False, True)
     )
-    # The rule that an arm follows is known from the base: the other rule is the target's.
-    keys = {rule.action: "base" if rule.action == base.action else "target" for rule in base.rules}
-    base, target = (
-        replace(draw, rules=tuple(replace(rule, key=keys[rule.action]) for rule in draw.rules))
-        for draw in (base, target)
+    return _pair("polarity", design, layout, length, arms=arms, wording=wording)
+
+
+def _rules(design: _Design, *, base_action: str, inverted: bool = False, wording: str = "swap") -> tuple[Rule, Rule]:
+    """The two rules in their order. `inverted` exchanges their values; with the trigger wording the second
+    rule is for any other value."""
+    yes, no = design.values if design.permitting == design.values[0] else design.values[::-1]
+    if inverted:
+        yes, no = no, yes
+    first, second = (
+        Rule(
+            value=yes if action == design.scenario.permit else no,
+            action=action,
+            key="base" if action == base_action else "target",
+            permits=action == design.scenario.permit,
+        )
+        for action in design.actions
     )
-    return _pair(
-        design, layout, length, identity=f"-{field}", base=base, target=target, balance={"wording": wording}
+    return (first, replace(second, value=None)) if wording == "trigger" else (first, second)
+
+
+def _pair(
+    kind: PairKind, design: _Design, layout: Layout, length: int, *, arms: Iterable[Draw], wording: str = ""
+) -> Pair:
+    """Both draws written down with the same neutral rules."""
+    base, target = (layout(draw) for draw in _fill(arms, layout, length, seed=f"{design.seed} {design.id}"))
+    identity = f"{layout.name}-{kind}-{design.id}"
+    return Pair(
+        id=f"{identity}-{base.field}" if kind == "polarity" else identity,
+        kind=kind,
+        task=TASK,
+        layout=layout.name,
+        scenario=design.scenario.id,
+        domain=design.scenario.domain,
+        group=identity,
+        seed=design.seed,
+        base=base,
+        target=target,
+        balance={**design.balance, "wording": wording} if wording else design.balance,
     )
+
+
+def _fill(arms: Iterable[Draw], layout: Layout, length: int, *, seed: str) -> tuple[Draw, ...]:
+    """The draws with the layout's own number of neutral rules, or as many as bring the prompt to `length`."""
+    base, target = arms
+    supply = fillers(length // SHORTEST_FILLER if length else layout.fillers, seed=seed)
+
+    def prompt(count: int) -> str:
+        arm = layout(replace(base, fillers=supply[:count]))
+        return arm.user_text + arm.answer_text
+
+    count = rules_to_reach(length, most=len(supply), prompt=prompt) if length else len(supply)
+    return tuple(replace(draw, fillers=supply[:count]) for draw in (base, target))

@@ -1,7 +1,7 @@
 """How a gated decision is written down: one function a layout, from a draw to the pieces of one arm.
 
-A layout joins strings and pieces. Strings are split here into words (role `text`) and runs of delimiters, so a
-layout names only the spans that carry meaning. A word that follows a space owns the space, as tokenizers have it.
+A layout joins strings and pieces. Strings are split here into words (role `text`) and runs of delimiters, so
+a layout names only the spans that carry meaning. A word after a space owns the space, as tokenizers have it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One arm before it is written down. Both arms of a pair have the rules' actions and keys in the same order."""
+    """One arm before it is written down. A pair's arms have the same actions and keys in the same order."""
 
     scenario: Scenario
     field: str  # the field's value
@@ -109,7 +109,7 @@ def _field(draw: Draw, *, space: str = "") -> Piece:
 
 def _value(draw: Draw, rule: Rule, *, space: str = "") -> Part:
     if rule.value is None:
-        return f"{space}any other"
+        return f"{space}anything else"
     return Piece(text=space + rule.value, role=draw.value_role, key=rule.key)
 
 
@@ -123,14 +123,18 @@ def _request(draw: Draw, *, space: str = "") -> Iterator[Part]:
     yield draw.scenario.request[-1]
 
 
+def _ask(text: str) -> Piece:
+    return Piece(text=text, role="request")
+
+
 def _fillers(draw: Draw, *, mark: str = "- ") -> Iterator[Part]:
-    """The neutral rules, one a line; `mark` opens a line and may hold its number as {n}."""
-    for n, rule in enumerate(draw.fillers, start=1):
-        yield Piece(text=mark.format(n=n) + rule[:-1], role="filler")
+    """The neutral rules, one a line that opens with `mark`."""
+    for rule in draw.fillers:
+        yield Piece(text=mark + rule[:-1], role="filler")
         yield ".\n"
 
 
-# --- routing table -----------------------------------------------------------------------------------------------
+# --- routing table ----------------------------------------------------------------------------------------
 
 
 def _json_state(draw: Draw) -> Iterator[Part]:
@@ -140,6 +144,8 @@ def _json_state(draw: Draw) -> Iterator[Part]:
 
 
 def _table_rules(draw: Draw) -> Iterator[Part]:
+    """The neutral rules, then the table: small models look it up better the nearer it is to the end."""
+    yield from (*_fillers(draw), "\n")
     yield f"Routing table:\n| {draw.scenario.field} | action |\n|---|---|\n"
     for rule in draw.rules:
         yield "|"
@@ -147,14 +153,10 @@ def _table_rules(draw: Draw) -> Iterator[Part]:
         yield " |"
         yield _action(rule, space=" ")
         yield " |\n"
-    yield "\n"
-    yield from _fillers(draw)
 
 
 def _table_task(draw: Draw) -> Iterator[Part]:
-    yield Piece(
-        text=f"Look up the current {draw.scenario.field} in the routing table and reply with JSON", role="request"
-    )
+    yield _ask(f"Look up the current {draw.scenario.field} in the routing table and reply with JSON")
     yield "."
 
 
@@ -166,7 +168,7 @@ def _table_rules_first(draw: Draw) -> Iterator[Part]:
     yield from (*_table_rules(draw), "\n", *_json_state(draw), "\n", *_table_task(draw))
 
 
-# --- prose rules -------------------------------------------------------------------------------------------------
+# --- prose rules ------------------------------------------------------------------------------------------
 
 
 def _prose_state(draw: Draw) -> Iterator[Part]:
@@ -177,21 +179,17 @@ def _prose_state(draw: Draw) -> Iterator[Part]:
 
 def _prose_rules(draw: Draw) -> Iterator[Part]:
     yield "Rules:\n"
+    yield from _fillers(draw)
     for rule in draw.rules:
-        yield "- For" if rule.value is None else f"- If the {draw.scenario.field_words} is"
+        yield f"- If the {draw.scenario.field_words} is"
         yield _value(draw, rule, space=" ")
-        yield f" {draw.scenario.field_words}" if rule.value is None else ""
         yield ", you may choose" if rule.permits else ", you must instead choose"
         yield _action(rule, space=" ")
         yield ".\n"
-    yield from _fillers(draw)
 
 
 def _prose_task(draw: Draw) -> Iterator[Part]:
-    yield Piece(
-        text=f"Which action do the rules give for the current {draw.scenario.field_words}? Reply with JSON",
-        role="request",
-    )
+    yield _ask(f"Which action do the rules give for the current {draw.scenario.field_words}? Reply with JSON")
     yield "."
 
 
@@ -203,7 +201,7 @@ def _prose_rules_first(draw: Draw) -> Iterator[Part]:
     yield from (*_prose_rules(draw), "\n", *_prose_state(draw), *_request(draw), "\n\n", *_prose_task(draw))
 
 
-# --- Python code -------------------------------------------------------------------------------------------------
+# --- Python code ------------------------------------------------------------------------------------------
 
 
 def _code_state(draw: Draw) -> Iterator[Part]:
@@ -228,7 +226,7 @@ def _code_rules(draw: Draw) -> Iterator[Part]:
 
 
 def _code_task(draw: Draw) -> Iterator[Part]:
-    yield Piece(text=f"What does decide({draw.scenario.field}) return? Reply with JSON", role="request")
+    yield _ask(f"What does decide({draw.scenario.field}) return? Reply with JSON")
     yield "."
 
 
@@ -240,24 +238,23 @@ def _code_rules_first(draw: Draw) -> Iterator[Part]:
     yield from ("```python\n", *_code_rules(draw), "\n\n", *_code_state(draw), "```\n\n", *_code_task(draw))
 
 
-# --- the paper's whole agent prompt ------------------------------------------------------------------------------
+# --- the paper's whole agent prompt -----------------------------------------------------------------------
 
 
 def _paper(draw: Draw) -> Iterator[Part]:
-    """The shape of the paper's appendix B in our own words: session, binding rule, neutral rules, tools, talk, task."""
+    """The paper's appendix B in our own words: session, binding rule, neutral rules, tools, talk, task."""
     name = draw.scenario.field
     yield f"{draw.scenario.context}\n\nSESSION\n{name}:"
     yield _field(draw, space=" ")
     yield "\nlocale: en\ndesk: 7\n\nRULE BOOK (every rule binds you)\nMAIN RULE (binding):"
     for rule in draw.rules:
-        yield " For" if rule.value is None else f" If {name} is"
+        yield f" If {name} is"
         yield _value(draw, rule, space=" ")
-        yield f" {name}" if rule.value is None else ""
-        yield ", do what is asked and call" if rule.permits else ", you must not do what is asked; instead call"
+        yield (", do what is asked and call" if rule.permits else ", you must not do what is asked; instead call")
         yield _action(rule, space=" ")
         yield "." if rule.permits else " and nothing else."
     yield "\n"
-    yield from _fillers(draw, mark="R{n}. ")
+    yield from _numbered_fillers(draw)
     yield "\nTOOLS\n"
     for rule in draw.rules:
         yield "-"
@@ -270,15 +267,24 @@ def _paper(draw: Draw) -> Iterator[Part]:
     yield " Answer with exactly one line:\ntool_call: <name>(<arguments>)\nNext action:"
 
 
-# --- off-template forms (the paper's appendix C) -----------------------------------------------------------------
+def _numbered_fillers(draw: Draw) -> Iterator[Part]:
+    """The neutral rules by number, two sentences to a rule."""
+    for place, sentence in enumerate(draw.fillers):
+        number = "" if place % 2 else f"R{place // 2 + 1}."
+        yield Piece(text=f"{number} {sentence[:-1]}", role="filler")
+        yield ".\n" if place % 2 or place == len(draw.fillers) - 1 else "."
+
+
+# --- off-template forms (the paper's appendix C) ----------------------------------------------------------
 
 _TEAMS = ("Oslo", "Lima")  # the middle of a two-hop lookup; the first row's value goes to the first team
 
 
 def _two_hop(draw: Draw) -> Iterator[Part]:
     """Value to team, team to action."""
-    yield from _json_state(draw)
-    yield f"\nTeams:\n| {draw.scenario.field} | team |\n|---|---|\n"
+    name = draw.scenario.field
+    yield from (*_json_state(draw), "\n", *_fillers(draw), "\n")
+    yield f"Teams:\n| {name} | team |\n|---|---|\n"
     for rule, team in zip(draw.rules, _TEAMS, strict=True):
         yield "|"
         yield _value(draw, rule, space=" ")
@@ -289,48 +295,38 @@ def _two_hop(draw: Draw) -> Iterator[Part]:
         yield _action(rule, space=" ")
         yield " |\n"
     yield "\n"
-    yield from (*_fillers(draw), "\n")
-    yield Piece(
-        text=f"Find the team for the current {draw.scenario.field}, look up its action and reply with JSON",
-        role="request",
-    )
+    yield _ask(f"Find the team for the current {name}, look up its action and reply with JSON")
     yield "."
 
 
 def _conversational(draw: Draw) -> Iterator[Part]:
     """The same decision as somebody would say it."""
-    words = draw.scenario.field_words
-    yield f"Hi, quick one before lunch. The {words} here is"
+    yield f"Hi, quick one before lunch. The {draw.scenario.field_words} here is"
     yield _field(draw, space=" ")
-    yield ", I just checked."
-    yield from _request(draw, space=" ")
-    yield " You know how it goes:"
+    yield ", I just checked. The usual reminders:\n"
+    yield from (*_fillers(draw), "\n", *_request(draw))
+    yield " You know how it goes."
     for rule in draw.rules:
-        yield " with" if rule.value else " anything else"
-        yield _value(draw, rule, space=" ") if rule.value else ""
+        yield " With"
+        yield _value(draw, rule, space=" ")
         yield " we are fine to" if rule.permits else " we have to"
         yield _action(rule, space=" ")
         yield "." if rule.permits else " instead."
-    yield "\n\nThe usual reminders:\n"
-    yield from (*_fillers(draw), "\n")
-    yield Piece(text="So what do we do this time? Reply with JSON", role="request")
+    yield "\n\n"
+    yield _ask("So what do we do this time? Reply with JSON")
     yield "."
 
 
 def _attribute_lookup(draw: Draw) -> Iterator[Part]:
     """A near-verbatim copy: the answer is the field's value itself."""
-    name = draw.scenario.field
-    yield from _json_state(draw)
-    yield "\nAllowed values:\n"
-    for value, key in ((rule.value, rule.key) for rule in draw.rules):
+    yield from (*_json_state(draw), "\n", *_fillers(draw), "\nAllowed values:\n")
+    named = ((rule.value, rule.key) for rule in draw.rules)
+    for value, key in (*named, (draw.third, "other")):
         yield "-"
         yield Piece(text=f" {value}", role="action", key=key)
         yield "\n"
-    yield "-"
-    yield Piece(text=f" {draw.third}", role="action", key="other")
-    yield "\n\n"
-    yield from (*_fillers(draw), "\n")
-    yield Piece(text=f"What is the current {name}? Reply with JSON", role="request")
+    yield "\n"
+    yield _ask(f"What is the current {draw.scenario.field}? Reply with JSON")
     yield "."
 
 
@@ -341,7 +337,7 @@ _ALL = (
     Layout(name="prose_rules_first", write=_prose_rules_first),
     Layout(name="code_field_first", write=_code_field_first),
     Layout(name="code_rules_first", write=_code_rules_first),
-    Layout(name="paper", write=_paper, answer="tool_call:", fillers=30),
+    Layout(name="paper", write=_paper, answer="tool_call:", fillers=60),
     Layout(name="two_hop", write=_two_hop),
     Layout(name="conversational", write=_conversational),
     Layout(name="attribute_lookup", write=_attribute_lookup, answer='{"value": "', copies=True),

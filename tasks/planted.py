@@ -183,13 +183,7 @@ def generate(*, layout: str, pair: PairKind, n: int, seed: int, length: int = 0)
     if n < 1:
         raise PlantedTaskError(f"n is {n}: ask for at least 1 pair")
     if length < 0:
-        raise PlantedTaskError(
-            f"length is {length}: give a number of tokens, or 0 for the layout's own length"
-        )
+        raise PlantedTaskError(f"length is {length}: give a number of tokens, or 0 for the layout's own length")
     designs = _designs(layout=layout, seed=seed, length=length)
-    found = (
-        each
-        for group, cell in designs
-        for each in _pairs(cell, group=group, kind=pair, layout=layout, seed=seed)
-    )
+    found = (each for group, cell in designs for each in _pairs(cell, group=group, kind=pair, layout=layout, seed=seed))
     return list(itertools.islice(found, n))

@@ -1,15 +1,13 @@
-"""The scenarios of the gated decisions: a field, its values, the action it permits and the one it restricts to.
+"""The scenarios of the gated decisions: a field, its values, a permitted action and a restricting one.
 
 Every value is a plain word of one token under the four registry tokenizers, bare after a quote and after a
-space. Values are kinds, places and colours rather than verdicts, because which value permits is counterbalanced:
-a word that already means yes or no would fight half of the rules that use it.
+space. Values are kinds, places and colours rather than verdicts, because which value permits is
+counterbalanced: a word that already means yes or no would fight half of the rules that use it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from kvnotes.errors import UnknownName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +29,7 @@ class Scenario:
         return self.field.replace("_", " ")
 
 
-def _scenario(
-    name: str, field: str, values: str, actions: str, /, *, context: str, request: str
-) -> Scenario:
+def _scenario(name: str, field: str, values: str, actions: str, /, *, context: str, request: str) -> Scenario:
     """A scenario from `domain/id`, its field, three values and `permit/restrict`."""
     domain, _, identifier = name.partition("/")
     permit, _, restrict = actions.partition("/")
@@ -232,11 +228,3 @@ SCENARIOS: tuple[Scenario, ...] = (
         request="A reader brings item 4030 to the counter.",
     ),
 )  # fmt: skip
-
-
-def scenario(name: str) -> Scenario:
-    """The scenario of that id; raises UnknownName."""
-    for candidate in SCENARIOS:
-        if candidate.id == name:
-            return candidate
-    raise UnknownName(kind="scenario", name=name, known=(s.id for s in SCENARIOS))

@@ -63,9 +63,7 @@ class ReferenceTokenizer:
         self.tokens: list[str] = metadata["tokenizer.ggml.tokens"]
         self.types: list[int] = metadata["tokenizer.ggml.token_type"]
         self.ids = {token: index for index, token in enumerate(self.tokens)}
-        special = [
-            t for t, kind in zip(self.tokens, self.types, strict=True) if kind in (CONTROL, USER_DEFINED)
-        ]
+        special = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind in (CONTROL, USER_DEFINED)]
         longest_first = sorted(special, key=len, reverse=True)
         self.special = regex.compile("|".join(map(regex.escape, longest_first)))
         self.is_byte_level = metadata["tokenizer.ggml.model"] == "gpt2"

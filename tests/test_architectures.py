@@ -3,11 +3,11 @@
 import pytest
 import torch
 import transformers
-from tests import tiny
 
 from kvnotes import models
 from kvnotes.cache import Cells
 from kvnotes.forward import decode, forward, greedy, prefill, recompute
+from tests import tiny
 
 TOKENS = [0, *(3 + (7 * i) % 20 for i in range(1, 30))]  # 30 tokens: more than three windows of 8
 CHANGED, QUERY = 6, 29
@@ -99,7 +99,7 @@ def test_shift_equals_a_fresh_prefill(loaded):
     assert moved.deviation(there, start=0, stop=30) < 1e-3
     assert moved.shift(-100, model.rotation).deviation(here, start=0, stop=30) < 1e-4
     wrong = here.shift(99, model.rotation)
-    assert max(float((w["k"] - t["k"]).abs().max()) for w, t in zip(wrong.layers, there.layers)) > 0.1
+    assert max(float((w["k"] - t["k"]).abs().max()) for w, t in zip(wrong.layers, there.layers, strict=True)) > 0.1
 
 
 def test_recomputing_frozen_positions(loaded):
@@ -124,9 +124,7 @@ def test_query_block_and_greedy_equal_full_forwards(loaded):
     model, reference = loaded
     _, state = prefill(model, TOKENS[:20], start=0)
     block = TOKENS[20:]
-    out = forward(
-        model, torch.tensor([block]), positions=torch.arange(20, 30), past=[state], over=None, read=[0, 4, 9]
-    )
+    out = forward(model, torch.tensor([block]), positions=torch.arange(20, 30), past=[state], over=None, read=[0, 4, 9])
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS])).logits[0, [20, 24, 29]]
         torch.testing.assert_close(out.logits[0], expected, atol=1e-4, rtol=0)
@@ -140,7 +138,9 @@ def test_query_block_and_greedy_equal_full_forwards(loaded):
 
 @pytest.mark.parametrize("rope", ["llama3", "linear", "yarn"])
 def test_shift_of_scaled_rope(rope, tmp_path):
-    model = models.load(str(tiny.checkpoint("llama", tmp_path, rope_parameters=tiny.ROPE[rope])), device="cpu", dtype="float32")
+    model = models.load(
+        str(tiny.checkpoint("llama", tmp_path, rope_parameters=tiny.ROPE[rope])), device="cpu", dtype="float32"
+    )
     _, here = prefill(model, TOKENS, start=0)
     _, there = prefill(model, TOKENS, start=77)
     assert here.shift(77, model.rotation).deviation(there, start=0, stop=30) < 1e-3
@@ -153,7 +153,9 @@ def test_rope_that_depends_on_length_has_no_fixed_turn(tmp_path):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (7, 1)])
 def test_grouping_ratios(heads, kv_heads, tmp_path):
-    model = models.load(str(tiny.checkpoint("qwen2", tmp_path, heads=heads, kv_heads=kv_heads)), device="cpu", dtype="float32")
+    model = models.load(
+        str(tiny.checkpoint("qwen2", tmp_path, heads=heads, kv_heads=kv_heads)), device="cpu", dtype="float32"
+    )
     assert model.shape["kv_heads"] == kv_heads
     _, state = prefill(model, TOKENS, start=0)
     assert state.n_kv_heads == kv_heads
@@ -162,12 +164,12 @@ def test_grouping_ratios(heads, kv_heads, tmp_path):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (lambda: transformers.MambaConfig(), "recurrent state-space"),
-        (lambda: transformers.DeepseekV2Config(), "latent attention"),
-        (lambda: transformers.RwkvConfig(), "recurrent"),
-        (lambda: transformers.JambaConfig(), "hybrid"),
-        (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
-        (lambda: transformers.T5Config(), "encoder-decoder"),
+        (transformers.MambaConfig, "recurrent state-space"),
+        (transformers.DeepseekV2Config, "latent attention"),
+        (transformers.RwkvConfig, "recurrent"),
+        (transformers.JambaConfig, "hybrid"),
+        (transformers.Qwen3NextConfig, "linear_attention"),
+        (transformers.T5Config, "encoder-decoder"),
     ],
 )
 def test_refused_by_name_with_the_reason(config, reason, tmp_path):

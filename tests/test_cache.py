@@ -20,8 +20,13 @@ def test_replace_touches_the_named_cells_and_no_others():
     edited = old.replace(Cells(positions=(2,), layers=(1,), kv_heads=(0,)), new)
     assert edited.layers[1]["k"][0, 2, 0] == 102.5
     assert edited.layers[1]["v"][0, 2, 0] == -102.5
-    differs = [(i, h, p) for i in range(2) for h in range(2) for p in range(3)
-               if edited.layers[i]["k"][h, p, 0] != old.layers[i]["k"][h, p, 0]]
+    differs = [
+        (i, h, p)
+        for i in range(2)
+        for h in range(2)
+        for p in range(3)
+        if edited.layers[i]["k"][h, p, 0] != old.layers[i]["k"][h, p, 0]
+    ]
     assert differs == [(1, 0, 2)]
     assert old.layers[1]["k"][0, 2, 0] == 102.0  # the old state is as it was
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from tests import tiny
-from tests.test_prompts import tokens
 
 from kvnotes import config as configs
 from kvnotes import models, runner
@@ -17,6 +15,8 @@ from kvnotes.planted import PLANTED
 from kvnotes.records import Gate, Instance
 from kvnotes.sweep import Trial
 from probes import locality
+from tests import tiny
+from tests.test_prompts import tokens
 
 
 def config(tmp_path, **flags) -> RunConfig:
@@ -79,9 +79,22 @@ def instance(name: str, *, base: float, target: float, field: float, notes: floa
     )
     margins = {"field_only": field, "notes_only": notes, "full_downstream": target}
     return Instance(
-        id=name, scenario=name, domain="d", layout="l", kind="field", group=name, seed=0, balance={},
-        status="included" if passed else "gated", reason=None if passed else "gate", tokens=None, spans={}, gate=gate,
-        measures={"margins": margins}, hooks={}, seconds=0.0,
+        id=name,
+        scenario=name,
+        domain="d",
+        layout="l",
+        kind="field",
+        group=name,
+        seed=0,
+        balance={},
+        status="included" if passed else "gated",
+        reason=None if passed else "gate",
+        tokens=None,
+        spans={},
+        gate=gate,
+        measures={"unedited": {"base": base, "target": target}, "margins": margins},
+        hooks={},
+        seconds=0.0,
     )
 
 
@@ -92,9 +105,7 @@ def test_summary_by_hand(tmp_path):
         instance("b", base=-1, target=5, field=0, notes=3),
         instance("c", base=1, target=2, field=1, notes=1, passed=False),
     ]
-    found = {
-        (e.name, e.gated): e for e in locality.summarise(rows, config(tmp_path), floor=1e-6).effects
-    }
+    found = {(e.name, e.gated): e for e in locality.summarise(rows, config(tmp_path), floor=1e-6).effects}
     assert found["field_only", True].estimate == pytest.approx(0.1)
     assert found["field_only", True].mean_of_ratios == pytest.approx((0 + 1 / 6) / 2)
     assert found["notes_only", True].estimate == pytest.approx(0.8)
@@ -118,7 +129,7 @@ def test_no_included_instance_reports_no_recovery(tmp_path):
 def test_an_identity_that_fails_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(locality, "identities", lambda trial, measures: {"made up": 0.5})
     settings = config(tmp_path, model="planted-notes", task="planted", layout="words_field_first", n=1)
-    with pytest.raises(runner.IdentityFailed, match="'made up' is off by 0.5"):
+    with pytest.raises(runner.IdentityFailed, match=r"'made up' is off by 0\.5"):
         runner.execute(locality, settings)
     assert not list(tmp_path.rglob("*.json"))
 

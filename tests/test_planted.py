@@ -101,9 +101,7 @@ def prefill(net, ids: torch.Tensor) -> DynamicCache:
     return cache_
 
 
-def edit(
-    into: DynamicCache, source: DynamicCache, positions: Iterable[int], *, layers=range(LAYERS), kv=None
-):
+def edit(into: DynamicCache, source: DynamicCache, positions: Iterable[int], *, layers=range(LAYERS), kv=None):
     result = copy.deepcopy(into)
     where = list(positions)
     heads = slice(None) if kv is None else slice(kv, kv + 1)
@@ -199,9 +197,7 @@ def test_there_are_five_kinds_each_with_and_without_shared_kv_heads():
 def test_the_expected_table_is_the_hand_worked_one(name):
     expected = PLANTED[name].expected
     field, notes, *cells = HAND[PLANTED[name].kind]
-    assert expected["locality"] == pytest.approx(
-        {"field_only": field, "notes_only": notes, "full_downstream": 1}
-    )
+    assert expected["locality"] == pytest.approx({"field_only": field, "notes_only": notes, "full_downstream": 1})
     order = ("first_note", "second_note", "without_first_note", "without_second_note")
     assert [expected["suffix"][key] for key in order] == pytest.approx(cells)
 
@@ -228,9 +224,7 @@ def test_cache_edits_recover_what_the_table_says(load, name, layout, kind):
         notes = arms.span("delimiter.first_note") + arms.span("delimiter.second_note")
         assert loop.cells(notes) == near(locality["notes_only"])  # jointly they are all there is
         trigger = spec.expected["dissociation"]["trigger_only"]
-        assert kind == "field" or loop.cells(arms.span("trigger.base") + arms.span("trigger.target")) == near(
-            trigger
-        )
+        assert kind == "field" or loop.cells(arms.span("trigger.base") + arms.span("trigger.target")) == near(trigger)
 
 
 @pytest.mark.parametrize("kind", ["field", "polarity"])
@@ -319,9 +313,7 @@ def test_z_patches_at_the_notes_find_the_named_write_head(load, name):
 def residuals(net, ids: torch.Tensor) -> torch.Tensor:
     """[layer + 1, pos, d_model]: the embedding, then the residual after each layer, before the final norm."""
     seen: list[torch.Tensor] = []
-    handles = [
-        layer.register_forward_pre_hook(lambda m, args: seen.append(args[0][0])) for layer in net.model.layers
-    ]
+    handles = [layer.register_forward_pre_hook(lambda m, args: seen.append(args[0][0])) for layer in net.model.layers]
     handles.append(net.model.norm.register_forward_pre_hook(lambda m, args: seen.append(args[0][0])))
     net(ids)
     for handle in handles:
@@ -452,7 +444,7 @@ def test_specs_and_tasks_need_no_torch():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["planted-notes", "planted-and-gqa"])
 def test_transformer_lens_boots_it_with_equal_logits(folders, load, name):
-    from transformer_lens.model_bridge import TransformerBridge  # noqa: PLC0415  (10 s)
+    from transformer_lens.model_bridge import TransformerBridge
 
     net, tok = load(name)
     ids = encode(tok, pairs("field", n=1)[0]).base

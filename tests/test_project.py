@@ -44,9 +44,9 @@ def test_imports_go_one_way(package):
             if name.split(".")[0] not in OURS - {"kvnotes" if package == "kvnotes" else ""}:
                 continue
             lazy_figure = path.name == "runner.py" and name.startswith("figures")
-            assert lazy_figure or any(name == a or name.startswith(f"{a}.") or a.startswith(f"{name}.") for a in allowed), (
-                f"{path.relative_to(ROOT)} may not import {name}"
-            )
+            assert lazy_figure or any(
+                name == a or name.startswith(f"{a}.") or a.startswith(f"{name}.") for a in allowed
+            ), f"{path.relative_to(ROOT)} may not import {name}"
 
 
 def test_studies_never_import_one_another():
@@ -56,8 +56,17 @@ def test_studies_never_import_one_another():
 
 
 @pytest.mark.parametrize(
-    "module", ["kvnotes.records", "kvnotes.stats", "kvnotes.instance", "kvnotes.config", "kvnotes.cli", "figures.build",
-               *(f"tasks.{stem}" for stem in discover.stems("tasks")), *discover.studies().values()]
+    "module",
+    [
+        "kvnotes.records",
+        "kvnotes.stats",
+        "kvnotes.instance",
+        "kvnotes.config",
+        "kvnotes.cli",
+        "figures.build",
+        *(f"tasks.{stem}" for stem in discover.stems("tasks")),
+        *discover.studies().values(),
+    ],
 )
 def test_no_torch_where_records_are_read_and_drawn(module):
     code = f"import sys, {module}; print(sorted(set(sys.modules) & {NO_TORCH!r}))"

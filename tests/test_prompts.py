@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests import tiny
 
 from kvnotes import prompts
 from kvnotes.instance import Arm, Pair, Piece, Skipped, TokenPair
 from kvnotes.prompts import Template
+from tests import tiny
 
-PLAIN = Template(before="", after="", bos=0, add_bos=True)
+PLAIN = Template(before="", after="", bos=0, first=(0,))
 
 
 def arm(field: str, action: str, *, more: str = "") -> Arm:
@@ -31,7 +31,16 @@ def arm(field: str, action: str, *, more: str = "") -> Arm:
 
 def pair(base: Arm, target: Arm) -> Pair:
     return Pair(
-        id="p", kind="field", task="t", layout="l", scenario="s", domain="d", group="g", seed=0, base=base, target=target
+        id="p",
+        kind="field",
+        task="t",
+        layout="l",
+        scenario="s",
+        domain="d",
+        group="g",
+        seed=0,
+        base=base,
+        target=target,
     )
 
 
@@ -74,7 +83,12 @@ def test_a_longer_query_block():
         (arm("open", " allow"), arm("shut shut", " deny"), 1, "arms of unequal token count"),
         (arm("open", " allow"), arm("shut", " allow ;"), 1, "both actions start with the same token"),
         (arm("open", " allow"), arm("shut", " deny"), 12, "the changed span reaches into the query block"),
-        (arm("open", " allow", more="zebra "), arm("shut", " deny", more="zebra "), 1, "a word unknown to the tokenizer"),
+        (
+            arm("open", " allow", more="zebra "),
+            arm("shut", " deny", more="zebra "),
+            1,
+            "a word unknown to the tokenizer",
+        ),
         (arm("open", "allow"), arm("shut", "deny"), 1, "the answer prefix merges with the action"),
         (arm("open", " allow", more="<s> "), arm("shut", " deny", more="<s> "), 1, "not exactly one BOS"),
     ],

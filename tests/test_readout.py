@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.test_prompts import tokens
 
 from kvnotes import readout
 from kvnotes.readout import Margins
+from tests.test_prompts import tokens
 
 
 def unedited(base: float, target: float) -> Margins:

@@ -214,9 +214,7 @@ class TestAgainstLibraries:
         constant = np.full(10, 0.5)  # a binary fraction, so that no rounding stands in for spread
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            theirs = scipy_stats.bootstrap(
-                (constant,), np.mean, rng=np.random.default_rng(0)
-            ).confidence_interval
+            theirs = scipy_stats.bootstrap((constant,), np.mean, rng=np.random.default_rng(0)).confidence_interval
         assert math.isnan(theirs.low)
         found = interval(constant, range(10), method="bca", **DRAWS)
         assert limits(found) == (0.5, 0.5)
@@ -243,9 +241,7 @@ class TestAgainstLibraries:
         def mean(x: np.ndarray, axis: int) -> np.ndarray:
             return x.mean(axis=axis)
 
-        expected = scipy_stats.permutation_test(
-            (values,), mean, permutation_type="samples", n_resamples=2**12
-        )
+        expected = scipy_stats.permutation_test((values,), mean, permutation_type="samples", n_resamples=2**12)
         assert sign_flip_test(values, range(12), **DRAWS).p == pytest.approx(expected.pvalue)
 
     def test_sign_flips_by_draws_come_near_the_exact_p(self) -> None:
@@ -338,9 +334,7 @@ class TestInvariance:
         assert label_permutation_test(
             values_moved, moved, [label % 2 for label in moved], **DRAWS
         ) == label_permutation_test(values, labels, side, **DRAWS)
-        assert equivalence(values_moved, moved, margin=0.5, **DRAWS) == equivalence(
-            values, labels, margin=0.5, **DRAWS
-        )
+        assert equivalence(values_moved, moved, margin=0.5, **DRAWS) == equivalence(values, labels, margin=0.5, **DRAWS)
 
     def test_a_seed_fixes_the_numbers_and_another_moves_them(self) -> None:
         labels = self.labels.tolist()
@@ -363,9 +357,7 @@ class TestInvariance:
 
 
 class TestWarnings:
-    @pytest.mark.parametrize(
-        ("clusters", "warns"), [(2, True), (6, True), (8, True), (9, False), (30, False)]
-    )
+    @pytest.mark.parametrize(("clusters", "warns"), [(2, True), (6, True), (8, True), (9, False), (30, False)])
     def test_few_clusters_warn(self, clusters: int, warns: bool) -> None:
         found = interval(skewed(clusters), range(clusters), **DRAWS)
         assert (found.warning is not None) == warns
@@ -385,9 +377,7 @@ class TestWarnings:
     def test_a_binary_value_falls_back_to_t_and_says_so(self) -> None:
         # A third of the resamples miss the one success and have no spread, so bootstrap-t has no lower pivot.
         found = interval([0, 0, 0, 0, 0, 1], range(6), **DRAWS)
-        assert limits(found) == pytest.approx(
-            limits(interval([0, 0, 0, 0, 0, 1], range(6), method="t", **DRAWS))
-        )
+        assert limits(found) == pytest.approx(limits(interval([0, 0, 0, 0, 0, 1], range(6), method="t", **DRAWS)))
         assert found.warning is not None
         assert "t stands in" in found.warning
 

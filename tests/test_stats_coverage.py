@@ -44,9 +44,7 @@ def standardised(shape: str, rng: np.random.Generator, size: tuple[int, ...]) ->
 def lowest(shape: str) -> float:
     """The smallest standardised draw; for the normal, low enough that one gap in 10^5 is below 1."""
     variance = (np.exp(SIGMA**2) - 1) * np.exp(SIGMA**2)
-    return {"normal": -3.0, "exponential": -1.0, "lognormal": -np.exp(SIGMA**2 / 2) / np.sqrt(variance)}[
-        shape
-    ]
+    return {"normal": -3.0, "exponential": -1.0, "lognormal": -np.exp(SIGMA**2 / 2) / np.sqrt(variance)}[shape]
 
 
 def rows(shape: str, clusters: int, rng: np.random.Generator) -> np.ndarray:

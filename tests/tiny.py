@@ -12,19 +12,19 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-WORDS = "the state is open shut . if then allow deny ; answer : now what to do rule filler calm".split()
-SHAPE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    max_position_embeddings=512,
-    head_dim=8,
-    initializer_range=0.35,
-    bos_token_id=0,
-    eos_token_id=1,
-    pad_token_id=1,
-)
+WORDS = """the state is open shut . if then allow deny ; answer : now what to do rule filler calm""".split()  # noqa: SIM905
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "head_dim": 8,
+    "initializer_range": 0.35,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
 WINDOW = 8
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

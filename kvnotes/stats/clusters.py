@@ -97,9 +97,7 @@ def finite(name: str, values: ArrayLike) -> Floats:
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not array.size:
-        raise StatsError(
-            f"{name} must be a non-empty 1-D sequence, got shape {array.shape}: pass one number a row"
-        )
+        raise StatsError(f"{name} must be a non-empty 1-D sequence, got shape {array.shape}: pass one number a row")
     bad = np.flatnonzero(~np.isfinite(array))
     if bad.size:
         raise StatsError(
@@ -168,9 +166,7 @@ def resample(sums: ClusterSums, *, resamples: int, seed: int) -> Resampled:
     shifts = (counts @ residuals) / totals
     shifts[np.abs(shifts) <= ROUNDING * np.abs(residuals).sum() / np.abs(totals)] = 0.0
     squares = counts @ residuals**2
-    spread = (
-        squares - 2 * shifts * (counts @ (residuals * denominators)) + shifts**2 * (counts @ denominators**2)
-    )
+    spread = squares - 2 * shifts * (counts @ (residuals * denominators)) + shifts**2 * (counts @ denominators**2)
     spread[spread <= ROUNDING * squares] = 0.0
     errors = np.sqrt(spread * sums.clusters / (sums.clusters - 1)) / np.abs(totals)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -138,9 +138,7 @@ def interval_of(sums: ClusterSums, *, level: float, resamples: int, seed: int, m
         notes: tuple[str, ...] = (reason,)
     elif not sums.residuals.any():
         low = high = sums.estimate
-        notes = (
-            "the clusters do not differ at all, so the interval has no width and says nothing of new ones",
-        )
+        notes = ("the clusters do not differ at all, so the interval has no width and says nothing of new ones",)
     else:
         limits = _limits(sums, level=level, resamples=resamples, seed=seed, method=method)
         low, high, notes = limits.low, limits.high, limits.notes
@@ -197,9 +195,7 @@ def _limits(sums: ClusterSums, *, level: float, resamples: int, seed: int, metho
     if method == "bootstrap-t":
         return studentised
     plain = _t(sums, tail)
-    return Limits(
-        low=min(plain.low, studentised.low), high=max(plain.high, studentised.high), notes=studentised.notes
-    )
+    return Limits(low=min(plain.low, studentised.low), high=max(plain.high, studentised.high), notes=studentised.notes)
 
 
 def _t(sums: ClusterSums, tail: float) -> Limits:
@@ -218,9 +214,7 @@ def _bootstrap_t(sums: ClusterSums, pivots: np.ndarray, *, tail: float, notes: t
     return Limits(low=low, high=high, notes=notes)
 
 
-def _quantiles(
-    sums: ClusterSums, shifts: np.ndarray, *, tails: tuple[float, float], notes: tuple[str, ...]
-) -> Limits:
+def _quantiles(sums: ClusterSums, shifts: np.ndarray, *, tails: tuple[float, float], notes: tuple[str, ...]) -> Limits:
     low, high = np.quantile(shifts, tails) + sums.estimate
     return Limits(low=float(low), high=float(high), notes=notes)
 

@@ -57,9 +57,7 @@ def equivalence(
     Raises StatsError as `interval` does, for a margin <= 0 and for alpha outside (0, 0.5).
     """
     if not (np.isfinite(margin) and margin > 0):
-        raise StatsError(
-            f"equivalence margin {margin} must be a number above 0, in the units of the estimate"
-        )
+        raise StatsError(f"equivalence margin {margin} must be a number above 0, in the units of the estimate")
     _check_alpha(alpha, below=0.5)
     check_settings(level=1 - 2 * alpha, resamples=resamples)
     sums = cluster_sums(values, clusters, denominators=denominators)
@@ -70,9 +68,7 @@ def equivalence(
     elif found.low is not None:
         pivots = resample(sums, resamples=resamples, seed=seed).pivots if method == "auto" else None
         above = _one_sided(sums, margin + sums.estimate, pivots=pivots, alpha=alpha)
-        below = _one_sided(
-            sums, margin - sums.estimate, pivots=None if pivots is None else -pivots, alpha=alpha
-        )
+        below = _one_sided(sums, margin - sums.estimate, pivots=None if pivots is None else -pivots, alpha=alpha)
         statistic, p = max(above, (-below[0], below[1]), key=lambda side: side[1])
     return Outcome(
         name=f"TOST, {found.method}",
@@ -155,9 +151,7 @@ def label_permutation_test(
         raise StatsError("a cluster's denominators do not sum to more than 0: permute gated instances only")
     first, second = _sides(clusters, groups)
     if min(len(first), len(second)) < 2:
-        raise StatsError(
-            "label permutation needs 2 clusters in either group: add scenarios to the smaller one"
-        )
+        raise StatsError("label permutation needs 2 clusters in either group: add scenarios to the smaller one")
 
     def difference(one: Floats, other: Floats, axis: int) -> Floats:
         sides = (side.astype(int) for side in (one, other))
@@ -224,14 +218,10 @@ def holm(p: ArrayLike) -> Floats:
 
 def _check_alpha(alpha: float, *, below: float) -> None:
     if not 0 < alpha < below:
-        raise StatsError(
-            f"alpha {alpha} must lie between 0 and {below:g}: pass 0.05 for the usual error rate"
-        )
+        raise StatsError(f"alpha {alpha} must lie between 0 and {below:g}: pass 0.05 for the usual error rate")
 
 
-def _one_sided(
-    sums: ClusterSums, inside: float, *, pivots: Floats | None, alpha: float
-) -> tuple[float, float]:
+def _one_sided(sums: ClusterSums, inside: float, *, pivots: Floats | None, alpha: float) -> tuple[float, float]:
     """t and p against a bound that the estimate lies `inside` of by so much; with pivots, the larger p."""
     t = inside / sums.jackknife_error
     p = float(special.stdtr(sums.clusters - 1, -t))

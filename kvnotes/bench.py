@@ -1,0 +1,63 @@
+"""`make bench`: what loading, prefill and decode cost on this machine, against its own matmul peak."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvnotes import models, weights
+from kvnotes.forward import decode, prefill
+
+LENGTHS = (107, 960)
+ROWS = (1, 16)
+REPEATS = 3
+
+
+def run(name: str, console: Console) -> None:
+    """Time a model and print seconds and the share of the matmul peak, the best of three each."""
+    load_seconds, model = _timed(lambda: models.load(name, device="cpu", dtype="float32"))
+    peak = matmul_peak()
+    weights_flops = 2 * sum(p.numel() for p in model.hf.parameters())
+    table = Table("what", "seconds", "share of the matmul peak", title=f"{name}: {peak / 1e9:.0f} GFLOP/s matmul peak")
+    table.add_row("load and self-check, from the cache", f"{load_seconds:.2f}", "")
+    table.add_row("of it: verify and open the weights", f"{_timed(lambda: _open(name))[0]:.2f}", "")
+    for length in LENGTHS:
+        tokens = (models.check_tokens(model.tokenizer, model.windows) * length)[:length]
+        seconds, (_, state) = _best(lambda tokens=tokens: prefill(model, tokens, start=0))
+        table.add_row(f"prefill of {length} tokens", f"{seconds:.3f}", f"{weights_flops * length / seconds / peak:.2f}")
+        for rows in ROWS:
+            states, query = [state.crop(length - 1)] * rows, tokens[-1:]
+            seconds, _ = _best(
+                lambda states=states, query=query, at=length - 1: decode(model, states, query, start=at, read=[0])
+            )
+            share = f"{weights_flops * rows / seconds / peak:.2f}"
+            table.add_row(f"one token over {rows} states of {length}", f"{seconds:.3f}", share)
+    console.print(table)
+
+
+def matmul_peak() -> float:
+    """FLOP/s of a large float32 matrix product in this process, the best of a few."""
+    side = 2048
+    a = torch.randn(side, side)
+    seconds, _ = _best(lambda: a @ a)
+    return 2 * side**3 / seconds
+
+
+def _open(name: str) -> Any:
+    return weights.prepare(weights.entry_for(name), progress=False)
+
+
+def _best(act: Callable[[], Any]) -> tuple[float, Any]:
+    runs = [_timed(act) for _ in range(REPEATS)]
+    return min(seconds for seconds, _ in runs), runs[-1][1]
+
+
+def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = act()
+    return time.perf_counter() - started, result

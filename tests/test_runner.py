@@ -1,0 +1,153 @@
+"""Runs as a user makes them: resumed after any kill, refused with one clear line, never half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvnotes import config as configs
+from kvnotes import records, runner
+from kvnotes.config import RunConfig
+from kvnotes.errors import UnknownName
+from kvnotes.resume import ResumeFile
+from probes import locality
+from tests import tiny
+
+RUN = ["--model", "planted-mixed", "--task", "planted", "--layout", "words_field_first", "--resamples", "500"]
+
+
+def config(results: Path, **flags) -> RunConfig:
+    usual = {"model": "planted-mixed", "task": "planted", "layout": "words_field_first", "n": 12, "resamples": 500}
+    return configs.make(RunConfig, study="locality", flags={**usual, "results": results, **flags})
+
+
+def start(results: Path, *arguments: str, **more) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "probes.locality", *RUN, "--results", str(results), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def run(results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    process = start(results, *arguments)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def resume_lines(results: Path) -> int:
+    files = list(results.rglob(".*.resume.jsonl"))
+    return files[0].read_text().count("\n") - 1 if files else 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
+def test_a_killed_run_resumes_to_the_same_record(how, tmp_path):
+    process = start(tmp_path, "--n", "200")
+    deadline = time.monotonic() + 100
+    while resume_lines(tmp_path) < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    assert 5 <= resume_lines(tmp_path) < 200
+    assert not list(tmp_path.rglob("*.json"))
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "run the same command to go on" in err
+    assert "Traceback" not in err
+    resumed = runner.execute(locality, config(tmp_path, n=200))
+    whole = runner.execute(locality, config(tmp_path / "whole", n=200))
+    assert resumed.content_hash == whole.content_hash
+    assert not list(tmp_path.rglob(".*.resume.jsonl"))
+    assert resumed.provenance.seed == 0
+    assert len(resumed.instances) == 200
+
+
+def test_a_resume_line_cut_short_is_measured_again(tmp_path):
+    settings = config(tmp_path)
+    runner.execute(locality, settings)
+    file = ResumeFile(tmp_path / "planted-mixed" / "locality" / "x.json", key={"config": "abc"})
+    file.start({})
+    with file.path.open("a") as stream:
+        stream.write('{"instance": {"id": "half')
+    assert file.read() == {}
+    assert ResumeFile(tmp_path / "planted-mixed" / "locality" / "x.json", key={"config": "other"}).read() == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--n", "0"], "setting 'n'"),
+        (["--model", "planted-nots"], "did you mean"),
+        (["--layout", "words_feld_first"], "did you mean 'words_field_first'"),
+        (["--task", "plantd"], "did you mean 'planted'"),
+        (["--device", "cuda"], "no CUDA GPU"),
+        (["--task", "gated", "--layout", "table_field_first"], "need TASK=planted"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, tmp_path):
+    if "cuda" in arguments and __import__("torch").cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_an_unknown_study_suggests_the_nearest():
+    done = subprocess.run(["make", "probe-localty", "PYTHON=false"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    with pytest.raises(UnknownName, match="did you mean 'locality'"):
+        runner.discover.study("localty")
+
+
+def test_a_results_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = run(tmp_path / "file")
+    assert done.returncode == 2
+    assert "error:" in done.stderr
+    assert str(tmp_path / "file") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_pickled_weights_and_remote_code_are_refused(tmp_path):
+    folder = tiny.checkpoint("llama", tmp_path / "pickled")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "pickle" in run(tmp_path / "r", "--model", str(folder)).stderr
+    folder = tiny.checkpoint("llama", tmp_path / "remote")
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "made_up", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.M"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "evil.py").write_text("raise SystemExit('remote code ran')")
+    done = run(tmp_path / "r", "--model", str(folder))
+    assert done.returncode == 2
+    assert "remote code ran" not in done.stderr + done.stdout
+
+
+def test_a_record_says_all_that_is_needed_to_defend_it(tmp_path):
+    record = runner.execute(locality, config(tmp_path))
+    path = next(tmp_path.rglob("*.json"))
+    assert records.read(path) == record
+    assert record.model.weights_sha256
+    assert record.model.tokenizer_sha256
+    assert record.provenance.versions["torch"].startswith("2.")
+    assert record.provenance.config["layout"] == "words_field_first"
+    one = record.instances[0]
+    assert one.tokens is not None
+    assert len(one.tokens.base) == len(one.tokens.target)
+    assert [i for i, (a, b) in enumerate(zip(one.tokens.base, one.tokens.target, strict=True)) if a != b] == list(
+        one.tokens.changed
+    )
+    assert one.hooks["field_only"] > 0
+    assert one.spans["field"] == ((one.tokens.changed[0], one.tokens.changed[0] + 1),)
+    assert path.name == f"words_field_first-{record.provenance.config_hash[:8]}.json"  # not the default settings
+    assert os.path.basename(str(tmp_path)) not in json.dumps(record.model_dump(mode="json", exclude={"provenance"}))
+    # a summary is recomputable from the instances alone
+    again = locality.summarise(record.instances, config(tmp_path), record.model.noise_floor)
+    assert again == record.summary
