@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvnotes.config import RunConfig
-from kvnotes.records import Effect, Gate, HypothesisTest, Instance
+from kvnotes.records import Effect, Gate, HypothesisTest, Instance, Table
 
 # kvnotes.stats is imported where it is used: scipy and statsmodels take seconds, and `--help` must not wait.
 
@@ -145,6 +145,30 @@ class Scope:
             warning=why,
             test=None,
         )
+
+
+def competence(instances: Sequence[Instance]) -> Table:
+    """The unedited model by layout: pairs that pass the gate and arms that are right, by the two actions and over the
+    whole vocabulary. In a polarity design the two pairs of a group are the four cells of its 2x2."""
+    columns = ("layout", "pairs", "pass the gate", "base right", "target right", "argmax right, of arms", "2x2 designs")
+    rows: list[list[Any]] = []
+    for layout in layouts(instances):
+        gates = [(one.group, gate(one)) for one in instances if one.layout == layout and one.gate is not None]
+        groups = [[g for name, g in gates if name == group] for group in dict.fromkeys(name for name, _ in gates)]
+        squares = [group for group in groups if len(group) == 2]
+        whole = sum(all(g.base_correct and g.target_correct for g in square) for square in squares)
+        rows.append(
+            [
+                layout,
+                len(gates),
+                sum(g.passed for _, g in gates),
+                sum(g.base_correct for _, g in gates),
+                sum(g.target_correct for _, g in gates),
+                f"{sum(g.base_argmax_correct + g.target_argmax_correct for _, g in gates)} of {2 * len(gates)}",
+                f"{whole} of {len(squares)} right in all four cells" if squares else "none",
+            ]
+        )
+    return Table(columns=columns, rows=rows)
 
 
 def layouts(instances: Sequence[Instance]) -> list[str]:

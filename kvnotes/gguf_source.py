@@ -118,7 +118,7 @@ def convert(gguf_file: Path, folder: Path, *, progress: Progress) -> None:
 
 
 def _open(path: Path) -> GGUFReader:
-    from gguf import GGUFReader
+    from gguf import GGUFReader  # in the models extra
 
     try:
         return GGUFReader(path)

@@ -84,12 +84,29 @@ class Model:
         return 2 * s["layers"] * s["kv_heads"] * s["d_head"] * torch.finfo(self.dtype).bits // 8
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unproved:
+    """A booted model, and plain transformers' logits of the last of `tokens`, taken before the bridge was booted."""
+
+    model: Model
+    tokens: list[int]
+    reference: Float[Tensor, "vocab"]
+
+
 def load(name: str, *, device: str, dtype: str) -> Model:
     """Load and prove a model: registry name, planted model, local folder or hub id.
 
     Raises ModelError for an architecture without per-token K/V, a missing device or a failed self-check;
     WeightsError for files that are missing, tampered with or not safetensors.
     """
+    booted = boot(name, device=device, dtype=dtype)
+    checks = self_check(booted)
+    floor = float(checks["cached decode equals full forward"].value or 0.0)
+    return replace(booted.model, checks=checks, noise_floor=floor)
+
+
+def boot(name: str, *, device: str, dtype: str) -> Unproved:
+    """Verified weights -> plain model -> bridge, without the self-check. Raises as `load` does."""
     place, precision = _device(device), getattr(torch, dtype)
     entry, prepared = resolve(name)
     plain, tokenizer = _from_folder(entry, prepared)
@@ -97,10 +114,10 @@ def load(name: str, *, device: str, dtype: str) -> Model:
     windows, rotation = _windows(plain.config), _rotation(plain)
     tokens = check_tokens(tokenizer, windows)
     with torch.no_grad():
-        reference = plain(torch.tensor([tokens], device=place), use_cache=False).logits[0, -1].float()
+        reference = plain(torch.tensor([tokens], device=place), use_cache=False, logits_to_keep=1).logits[0, -1].float()
     model = Model(
         name=name,
-        bridge=_boot(plain, tokenizer, precision),
+        bridge=_bridge(plain, tokenizer, precision),
         hf=plain,
         tokenizer=tokenizer,
         entry=entry,
@@ -110,10 +127,7 @@ def load(name: str, *, device: str, dtype: str) -> Model:
         windows=windows,
         rotation=rotation,
     )
-    checks = self_check(model, tokens, reference)
-    object.__setattr__(model, "checks", checks)
-    object.__setattr__(model, "noise_floor", checks["cached decode equals full forward"].value)
-    return model
+    return Unproved(model=model, tokens=tokens, reference=reference)
 
 
 def resolve(name: str) -> tuple[weights.ModelEntry, weights.Prepared]:
@@ -136,14 +150,12 @@ def check_tokens(tokenizer: Any, windows: Windows) -> list[int]:
     return (ids * (length // len(ids) + 1))[:length]
 
 
-def self_check(model: Model, tokens: list[int], reference: Float[Tensor, "vocab"]) -> dict[str, Bounded]:
-    """Prove the model on a short text; raises ModelError naming the check that failed.
-
-    `reference` are plain transformers' logits of the last token, taken before the bridge was booted.
-    """
+def self_check(booted: Unproved) -> dict[str, Bounded]:
+    """Prove the model on a short text; raises ModelError naming the check that failed."""
+    model, tokens, reference = booted.model, booted.tokens, booted.reference
     bound, split = TOLERANCE[model.dtype], len(tokens) - 1
     with torch.no_grad():
-        bridged = model.bridge(torch.tensor([tokens], device=model.device))[0, -1].float()
+        bridged = model.bridge(torch.tensor([tokens], device=model.device), logits_to_keep=1)[0, -1].float()
     full, state = prefill(model, tokens, start=0)
     past = state.crop(split)
     before = past.fingerprint()
@@ -275,7 +287,7 @@ def _rotation(plain: Any) -> Rotation | None:
     return Rotation(tuple(getattr(rotary, f"{kind}_inv_freq" if own else "inv_freq") for kind in kinds))
 
 
-def _boot(plain: Any, tokenizer: Any, dtype: torch.dtype) -> Any:
+def _bridge(plain: Any, tokenizer: Any, dtype: torch.dtype) -> Any:
     """The bridge around `plain`; the weights are shared, its modules are replaced in place."""
     from transformer_lens.model_bridge import TransformerBridge
 

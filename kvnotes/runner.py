@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvnotes import commandline, discover, records, report
+from kvnotes import commandline, discover, effects, records, report
 from kvnotes import config as configs
 from kvnotes.config import RunConfig
 from kvnotes.errors import IdentityFailed, KVNotesError, UnknownName
@@ -250,7 +250,8 @@ def build(study: Study, model: Model, finished: list[Finished], clock: Timings) 
     from kvnotes import provenance
 
     config, instances = study.config, tuple(done.instance for done in finished)
-    floor = max(done.noise for done in finished)
+    summary = study.module.summarise(instances, config, max(done.noise for done in finished))
+    tables = {"competence of the unedited model": effects.competence(instances), **summary.tables}
     module = discover.studies()[config.study]
     return Record(
         study=config.study,
@@ -258,10 +259,10 @@ def build(study: Study, model: Model, finished: list[Finished], clock: Timings) 
         task=config.task,
         title=study.module.TITLE,
         provenance=provenance.collect(config, module=module),
-        model=_model(model, floor),
+        model=_model(model, max(done.noise for done in finished)),
         inclusion=records.count_inclusion(instances),
         instances=instances,
-        summary=study.module.summarise(instances, config, floor),
+        summary=summary.model_copy(update={"tables": tables}),
         checks=tuple(_checks(finished, model, config)),
         arrays=(),
         timings=clock,

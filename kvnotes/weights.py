@@ -200,7 +200,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     own class, which composes Unicode characters first, so that ids and offsets of decomposed text would
     differ from the GGUF's.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     converted = (folder / "manifest.json").exists()
     return (PreTrainedTokenizerFast if converted else AutoTokenizer).from_pretrained(folder)
@@ -209,9 +209,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def _prepare_gguf(entry: ModelEntry, gguf: GGUFFile, progress: Progress) -> Prepared:
     cache = cache_folder()
     folder = cache / "models" / entry.name
-    manifest = _verified(folder, gguf)
-    if manifest is None:
-        with disk_errors(cache):
+    with disk_errors(cache):
+        manifest = _verified(folder, gguf)
+        if manifest is None:
             (cache / "models").mkdir(parents=True, exist_ok=True)
             with _lock(cache / f"{entry.name}.lock", progress):
                 manifest = _verified(folder, gguf) or _build(folder, gguf, progress)
@@ -226,7 +226,7 @@ def _prepare_gguf(entry: ModelEntry, gguf: GGUFFile, progress: Progress) -> Prep
 
 def _lock(path: Path, progress: Progress) -> AbstractContextManager[object]:
     """The model's lock, so that two processes do not make one folder. The system frees a killed process's."""
-    from filelock import FileLock, Timeout
+    from filelock import FileLock, Timeout  # in the models extra
 
     lock = FileLock(path)
     try:
@@ -241,22 +241,25 @@ def _verified(folder: Path, gguf: GGUFFile) -> _Manifest | None:
     for a file that should not be there (a stray chat template would change every prompt)."""
     try:
         manifest = _Manifest.model_validate_json((folder / "manifest.json").read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        current = (manifest.converter_version, manifest.gguf_sha256) == (CONVERTER_VERSION, gguf.sha256)
+        present = {path.name for path in folder.iterdir()} - {"manifest.json"}
+        whole = (
+            current
+            and present == set(manifest.files)
+            and all(
+                (folder / name).stat().st_size == file.bytes and sha256_of(folder / name) == file.sha256
+                for name, file in manifest.files.items()
+            )
+        )
+    except (FileNotFoundError, ValidationError):  # also where another process is just making the folder anew
         return None
-    if (manifest.converter_version, manifest.gguf_sha256) != (CONVERTER_VERSION, gguf.sha256):
-        return None
-    present = {path.name for path in folder.iterdir()} - {"manifest.json"}
-    whole = present == set(manifest.files) and all(
-        (folder / name).stat().st_size == file.bytes and sha256_of(folder / name) == file.sha256
-        for name, file in manifest.files.items()
-    )
     return manifest if whole else None
 
 
 def _build(folder: Path, gguf: GGUFFile, progress: Progress) -> _Manifest:
     """Fetch, convert, and put the folder in place in one step. What was there before is removed."""
     if folder.exists():
-        progress.console.print(f"{folder} is not what its manifest says; it is made anew.")
+        progress.console.print(f"{folder} has changed or is of another version; it is made anew.")
         shutil.rmtree(folder)
     fetched = fetch(gguf, folder=folder.parents[1] / "gguf", progress=progress)
     unfinished = folder.with_name(f"{folder.name}.part")
@@ -288,9 +291,8 @@ def _build(folder: Path, gguf: GGUFFile, progress: Progress) -> _Manifest:
 
 
 def _snapshot(repo: str) -> Path:
-    """The hub repository's files in huggingface_hub's own cache, which resumes downloads and verifies
-    them."""
-    from huggingface_hub import snapshot_download
+    """The hub repository's files in huggingface_hub's own cache, which resumes downloads and verifies them."""
+    from huggingface_hub import snapshot_download  # in the models extra
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

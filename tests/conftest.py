@@ -4,3 +4,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from jaxtyping import install_import_hook
+
+# Shapes in annotations are checked at every call, before any test imports these modules.
+TYPED = [f"kvnotes.{name}" for name in ("cache", "forward", "readout", "models", "sweep")]
+install_import_hook(TYPED, "beartype.beartype")

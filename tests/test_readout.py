@@ -42,7 +42,14 @@ def test_field_share_and_interaction():
 
 @pytest.mark.parametrize(
     ("base", "target", "passes"),
-    [(-1, 1, True), (-0.5, 0.5, True), (-0.4, 0.5, False), (0.1, 5, False), (-5, -0.1, False), (0, 5, False)],
+    [
+        (-1.0, 1.0, True),
+        (-0.5, 0.5, True),
+        (-0.4, 0.5, False),
+        (0.1, 5.0, False),
+        (-5.0, -0.1, False),
+        (0.0, 5.0, False),
+    ],
 )
 def test_gate(base, target, passes):
     assert unedited(base, target).passes(1.0) is passes

@@ -150,4 +150,8 @@ def test_a_record_says_all_that_is_needed_to_defend_it(tmp_path):
     assert os.path.basename(str(tmp_path)) not in json.dumps(record.model_dump(mode="json", exclude={"provenance"}))
     # a summary is recomputable from the instances alone
     again = locality.summarise(record.instances, config(tmp_path), record.model.noise_floor)
-    assert again == record.summary
+    assert again.effects == record.summary.effects
+    competence = record.summary.tables["competence of the unedited model"]
+    # layout, pairs, gate, base right, target right: a planted model is right in every arm
+    assert competence.rows[0][:5] == ["words_field_first", 12, 12, 12, 12]
+    assert competence.rows[0][6] == "6 of 6 right in all four cells"

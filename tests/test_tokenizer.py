@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from kvnotes.gguf_source import Metadata, build_tokenizer
 from kvnotes.sources import WeightsError
-from kvnotes.weights import cache_folder, load_entry, load_tokenizer, prepare
+from kvnotes.weights import cache_folder, load_entry, load_tokenizer
 from tests.awkward import AWKWARD, CODE, PROSE
 from tests.reference_bpe import ReferenceTokenizer, read_metadata
 from tests.tiny_gguf import write_llama
@@ -33,10 +33,10 @@ def real(request: pytest.FixtureRequest) -> tuple[Any, ReferenceTokenizer]:
     """A registry model's tokenizer, as a run loads it, and the reference."""
     entry = load_entry(request.param)
     assert entry.gguf is not None
-    source = cache_folder() / "gguf" / entry.gguf.file
-    if not source.exists():
-        pytest.skip(f"{request.param} is not in the cache; `make models` brings it")
-    return load_tokenizer(prepare(entry, progress=False).folder), ReferenceTokenizer(read_metadata(source))
+    folder, source = cache_folder() / "models" / entry.name, cache_folder() / "gguf" / entry.gguf.file
+    if not (folder.exists() and source.exists()):
+        pytest.skip(f"{entry.name} is not in the cache; `make models MODEL={entry.name}` brings it")
+    return load_tokenizer(folder), ReferenceTokenizer(read_metadata(source))
 
 
 def test_there_are_200_different_strings() -> None:
