@@ -6,9 +6,10 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-# MODEL TASK PAIR LAYOUT N SEED LENGTH DEVICE DTYPE RESULTS: each is the flag of its name; unset keeps the default.
+# MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE RESULTS: each is the flag of its name; unset keeps the default.
 flag  = $(if $($(1)),--$(2) '$($(1))')
-FLAGS = $(strip $(call flag,MODEL,model) $(call flag,TASK,task) $(call flag,PAIR,pair) $(call flag,LAYOUT,layout) \
+FLAGS = $(strip $(call flag,MODEL,model) $(call flag,TASK,task) $(call flag,PAIR,pair) $(call flag,WORDING,wording) \
+        $(call flag,LAYOUT,layout) \
         $(call flag,N,n) $(call flag,SEED,seed) $(call flag,LENGTH,length) $(call flag,DEVICE,device) \
         $(call flag,DTYPE,dtype) $(call flag,RESULTS,results))
 
@@ -21,7 +22,7 @@ module   = $(subst /,.,$(basename $(wildcard probes/$(1).py circuits/$(1).py)))
 help: ## what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  studies: $(STUDIES)"
-	@echo "  settings: MODEL= TASK= PAIR= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= RESULTS="
+	@echo "  settings: MODEL= TASK= PAIR= WORDING= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= RESULTS="
 
 setup: $(READY) ## create .venv with the versions known to work together
 

@@ -36,6 +36,7 @@ class RunConfig(BaseModel):
     model: str = Field(description="registry name, local folder, hub id or planted model")
     task: str = Field(description="task family: a module of tasks/")
     pair: Literal["field", "polarity"] = Field(description="what differs between the arms")
+    wording: str = Field(description="how a polarity pair inverts the rule: swap, or trigger (one token)")
     layout: str = Field(description="prompt layout, or 'all'")
     n: int = Field(ge=1, description="pairs a layout")
     seed: int = Field(ge=0, description="seed of pairs, fillers, resamples and draws")

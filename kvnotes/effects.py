@@ -7,7 +7,7 @@ sum(margin - margin_base) / sum(margin_target - margin_base).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvnotes.config import RunConfig
@@ -85,7 +85,8 @@ class Scope:
             found = stats.clopper_pearson(int(sum(hits)), len(hits), level=c.level)
         else:
             found = stats.interval(hits, _scenarios(rows), level=c.level, resamples=c.resamples, seed=c.seed)
-        return self._effect(name, label, found, mean_of_ratios=None, unresolved=False, test=None)
+        within = replace(found, low=_clip(found.low), high=_clip(found.high))  # t knows no bounds, a share has them
+        return self._effect(name, label, within, mean_of_ratios=None, unresolved=False, test=None)
 
     def _equivalence(
         self, tops: list[float], gaps: list[float], scenarios: list[str], *, about: float
@@ -191,6 +192,10 @@ def gap(one: Instance) -> float:
 def moved(one: Instance, margin: float) -> float:
     """How far a margin lies from base's, in logits."""
     return margin - float(gate(one).base_margin or 0.0)
+
+
+def _clip(limit: float | None) -> float | None:
+    return None if limit is None else min(1.0, max(0.0, limit))
 
 
 def _scenarios(rows: Sequence[Instance]) -> list[str]:

@@ -94,7 +94,9 @@ def generate(config: RunConfig) -> list[Pair]:
     return [
         pair
         for layout in wanted
-        for pair in task.generate(layout=layout, pair=config.pair, n=config.n, seed=config.seed, length=config.length)
+        for pair in task.generate(
+            layout=layout, pair=config.pair, n=config.n, seed=config.seed, length=config.length, wording=config.wording
+        )
     ]
 
 
@@ -298,6 +300,8 @@ def _model(model: Model, floor: float) -> records.Model:
 def _require_some(tokenised: list[TokenPair | Skipped], config: RunConfig) -> None:
     if any(isinstance(one, TokenPair) for one in tokenised):
         return
+    if not tokenised:
+        raise RunError(f"LAYOUT={config.layout} has no {config.pair} pairs: it has no rule to invert; use PAIR=field")
     reasons = sorted({one.reason for one in tokenised if isinstance(one, Skipped)})
     raise RunError(
         f"none of the {len(tokenised)} {config.task} pairs fits {config.model}: {'; '.join(reasons)}. Planted models "

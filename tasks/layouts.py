@@ -246,7 +246,8 @@ def _paper(draw: Draw) -> Iterator[Part]:
     name = draw.scenario.field
     yield f"{draw.scenario.context}\n\nSESSION\n{name}:"
     yield _field(draw, space=" ")
-    yield "\nlocale: en\ndesk: 7\n\nRULE BOOK (every rule binds you)\nMAIN RULE (binding):"
+    yield "\nlocale: en\ndesk: 7\nshift: early\n\n"
+    yield "RULE BOOK (read all of it; every rule binds you)\nMAIN RULE (binding):"
     for rule in draw.rules:
         yield f" If {name} is"
         yield _value(draw, rule, space=" ")
@@ -260,9 +261,11 @@ def _paper(draw: Draw) -> Iterator[Part]:
         yield "-"
         yield _action(rule, space=" ")
         yield "(reference)\n"
-    yield "- look_up(reference)\n- take_note(words)\n\nCONVERSATION\nuser:"
+    yield "- look_up(reference)\n- take_note(words)\n- call_back(number, hour)\n- translate(words, language)\n"
+    yield "\nCONVERSATION\nuser:"
     yield from _request(draw, space=" ")
-    yield "\nassistant: I go through the session and the rule book before I act.\n\nTASK\n"
+    yield "\nassistant: I go through the session and the rule book before I act.\n"
+    yield "user: Thank you, take your time.\n\nTASK\n"
     yield f"Choose the one tool call that the main rule gives for the {name} of this session."
     yield " Answer with exactly one line:\ntool_call: <name>(<arguments>)\nNext action:"
 

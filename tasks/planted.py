@@ -171,15 +171,18 @@ def _pairs(cell: _Cell, *, group: str, kind: PairKind, layout: str, seed: int) -
         )
 
 
-def generate(*, layout: str, pair: PairKind, n: int, seed: int, length: int = 0) -> list[Pair]:
+def generate(*, layout: str, pair: PairKind, n: int, seed: int, length: int = 0, wording: str = "swap") -> list[Pair]:
     """`n` pairs; pairs 2i and 2i + 1 share a group, whose arms are the four cells of its 2x2.
 
     Scenarios take turns, so 24 pairs cover each of the 12 once. `length` is the prompt's length in tokens,
-    met within a neutral rule; 0 gives two neutral rules. Raises UnknownName for a layout that does not exist,
-    PlantedTaskError for `n` under 1 or a negative length.
+    met within a neutral rule; 0 gives two neutral rules. A polarity pair swaps the values of the two rules, the
+    only wording there is. Raises UnknownName for a layout or wording that does not exist, PlantedTaskError for
+    `n` under 1 or a negative length.
     """
     if layout not in _WRITERS:
         raise UnknownName(kind="layout", name=layout, known=LAYOUTS)
+    if wording != "swap":
+        raise UnknownName(kind="wording", name=wording, known=["swap"])
     if n < 1:
         raise PlantedTaskError(f"n is {n}: ask for at least 1 pair")
     if length < 0:

@@ -542,6 +542,7 @@ def test_generation_repeats_itself_and_the_seed_changes_the_fillers():
     ("settings", "message"),
     [
         ({"layout": "words_field_frist"}, "did you mean 'words_field_first'"),
+        ({"wording": "trigger"}, "did you mean|no name like it"),
         ({"n": 0}, "at least 1"),
         ({"length": -1}, "number of tokens"),
     ],

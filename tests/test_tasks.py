@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -333,6 +334,7 @@ def test_a_layout_without_a_rule_has_no_polarity_pairs():
 # --- the registry's tokenizers
 
 
+@cache
 def tokenizer(name: str):
     caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvnotes"
     folder = Path(os.environ.get("KVNOTES_CACHE", caches)) / "models" / name
