@@ -40,7 +40,7 @@ check: $(READY) ## lint, format and types, as the CI runs them
 
 test: $(READY) ## all tests; fetches smollm2-135m, and skips what needs larger models that are not in the cache
 	$(PY) -m kvnotes.cli models --model smollm2-135m >/dev/null
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n auto $(ARGS)
 
 models: $(READY) ## the registry and what is in the cache; MODEL=<name> fetches one
 	$(PY) -m kvnotes.cli models $(call flag,MODEL,model)

@@ -43,7 +43,8 @@ class CacheEdit:
 class Trial:
     """One pair on one model: both arms prefilled, their unedited margins, and the answers to any edits.
 
-    `full` holds the arms' margins from the full forward, `unedited` from the cached decode that edits go through.
+    `full` holds the arms' margins from the full forward, `unedited` from the cached decode that edits go through;
+    `floor` is the larger of their difference and the model's own noise floor, in logits.
     """
 
     model: Any
@@ -52,6 +53,8 @@ class Trial:
     unedited: readout.Margins
     full: Mapping[str, float]
     floor: float
+    full_downstream: float  # the margin of the full-downstream edit, which must be the target's
+    echoes: list[float] = field(default_factory=list)  # the base's margin again, as a row of every batch of edits
     fired: dict[str, int] = field(default_factory=dict)  # cells that each edit changed, for the record
 
     @classmethod
@@ -61,10 +64,19 @@ class Trial:
         filled = {name: prefill(model, ids, start=0) for name, ids in arms.items()}
         states = {name: state.crop(pair.query[0]) for name, (_, state) in filled.items()}
         full = {name: float(readout.margin(logits, pair)) for name, (logits, _) in filled.items()}
-        logits = _decode(model, pair, list(states.values()))
+        whole = Cells(positions=(*pair.changed, *pair.downstream))
+        edited = states["base"].replace(whole, states["target"])
+        logits = _decode(model, pair, [states["base"], states["target"], edited])
         unedited = readout.arms(logits[0], logits[1], pair)
-        noise = max(abs(full["base"] - unedited.base), abs(full["target"] - unedited.target), model.noise_floor)
-        return cls(model=model, pair=pair, states=states, unedited=unedited, full=full, floor=noise)
+        return cls(
+            model=model,
+            pair=pair,
+            states=states,
+            unedited=unedited,
+            full=full,
+            floor=max(abs(full["base"] - unedited.base), abs(full["target"] - unedited.target), model.noise_floor),
+            full_downstream=float(readout.margin(logits[2], pair)),
+        )
 
     def edit(self, edit: CacheEdit) -> KVState:
         """The state an edit makes. Raises CacheError where it names no cell."""
@@ -72,13 +84,15 @@ class Trial:
         return self.states[edit.into].replace(edit.cells, donor)
 
     def margins(self, edits: Sequence[CacheEdit]) -> dict[str, float]:
-        """Each edit's margin, by its name."""
+        """Each edit's margin, by its name. The base rides along unedited: a row that reached another is seen."""
         found: dict[str, float] = {}
         for start in range(0, len(edits), ROWS):
             batch = edits[start : start + ROWS]
             self.fired.update({edit.name: edit.cells.count(self.states[edit.into]) for edit in batch})
-            logits = _decode(self.model, self.pair, [self.edit(edit) for edit in batch])
-            found |= {edit.name: float(m) for edit, m in zip(batch, readout.margin(logits, self.pair), strict=True)}
+            logits = _decode(self.model, self.pair, [*(self.edit(edit) for edit in batch), self.states["base"]])
+            *margins, echo = readout.margin(logits, self.pair).tolist()
+            found |= {edit.name: margin for edit, margin in zip(batch, margins, strict=True)}
+            self.echoes.append(echo)
         return found
 
     def recovery(self, margin: float) -> float | None:
@@ -86,19 +100,19 @@ class Trial:
         return readout.recovery(margin, self.unedited, floor=self.floor)
 
     def identities(self) -> dict[str, float]:
-        """Numbers that must be 0: the shared prefix's deviation between the arms (absolute), and the margins of
-        an empty edit against base and of a full-downstream edit against target (in units of the gap, at least 1)."""
-        start = self.pair.changed[0]
-        whole = (*self.pair.changed, *self.pair.downstream)
-        full = self.edit(CacheEdit(name="full", positions=whole, into="base", donor="target"))
-        # the empty edit shares a batch with another state: rows must not reach each other
-        margins = readout.margin(_decode(self.model, self.pair, [full, self.states["base"]]), self.pair)
-        scale = max(1.0, abs(self.unedited.gap))
+        """Numbers that must be 0: the shared prefix's deviation between the arms (absolute), and the margins of the
+        empty edits against base and of the full-downstream edit against target (in units of the gap, at least 1)."""
+        start, scale = self.pair.changed[0], max(1.0, abs(self.unedited.gap))
+        echoes = self.echoes or _decode_margins(self, [self.states["base"]])
         return {
             "prefix deviation": self.states["base"].deviation(self.states["target"], start=0, stop=start),
-            "empty edit equals base": abs(float(margins[1]) - self.unedited.base) / scale,
-            "full-downstream equals target": abs(float(margins[0]) - self.unedited.target) / scale,
+            "empty edit equals base": max(abs(echo - self.unedited.base) for echo in echoes) / scale,
+            "full-downstream equals target": abs(self.full_downstream - self.unedited.target) / scale,
         }
+
+
+def _decode_margins(trial: Trial, states: Sequence[KVState]) -> list[float]:
+    return readout.margin(_decode(trial.model, trial.pair, states), trial.pair).tolist()
 
 
 def _decode(model: Any, pair: TokenPair, states: Sequence[KVState]) -> Float[Tensor, "batch vocab"]:

