@@ -55,7 +55,7 @@ probe-%: $(READY) ## one study, such as probe-locality: record, figure, printed 
 probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other
 
 calibrate: $(READY) ## every study on every planted model, expected beside measured
-	$(PY) -m kvnotes.cli calibrate
+	$(PY) -m kvnotes.cli calibrate $(call flag,RESULTS,results)
 
 figures: $(READY) ## every figure from the records under results/
 	$(PY) -m figures.build $(or $(RESULTS),results)
@@ -64,8 +64,8 @@ show: $(READY) ## print a record: R=results/<model>/<study>/<layout>.json
 	@test -n '$(R)' || { echo "error: name a record: make show R=results/<model>/<study>/<layout>.json" >&2; exit 2; }
 	$(PY) -m kvnotes.cli show '$(R)'
 
-bench: $(READY) ## seconds of load, prefill, decode and one locality pair on this machine
-	$(PY) -m kvnotes.cli bench $(call flag,MODEL,model)
+bench: $(READY) ## seconds of load, prefill and decode on this machine
+	$(PY) -m kvnotes.cli bench $(call flag,MODEL,model) $(call flag,DEVICE,device) $(call flag,DTYPE,dtype)
 
 clean: ## remove the environment and tool caches; records, figures and weights stay
 	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvnotes import models
+from kvnotes.config import RunConfig
 from kvnotes.forward import decode, prefill
 
 LENGTHS = (107, 960)
@@ -18,13 +19,14 @@ ROWS = (1, 16)
 REPEATS = 3
 
 
-def run(name: str, console: Console) -> None:
+def run(config: RunConfig, console: Console) -> None:
     """Time a model and print seconds and the share of the matmul peak, the best of three each."""
+    name = config.model
     resolve_seconds, _ = _timed(lambda: models.resolve(name))
-    boot_seconds, booted = _timed(lambda: models.boot(name, device="cpu", dtype="float32"))
+    boot_seconds, booted = _timed(lambda: models.boot(name, device=config.device, dtype=config.dtype))
     check_seconds, _ = _timed(lambda: models.self_check(booted))
     model = booted.model
-    peak = matmul_peak()
+    peak = matmul_peak(model)
     decoder = sum(p.numel() for p in model.hf.model.parameters()) - model.hf.get_input_embeddings().weight.numel()
     unembedding = model.hf.get_output_embeddings().weight.numel()  # of the tokens that are read, one a row
     table = Table("what", "seconds", "share of the matmul peak", title=f"{name}: {peak / 1e9:.0f} GFLOP/s matmul peak")
@@ -49,11 +51,11 @@ def run(name: str, console: Console) -> None:
     console.print(table)
 
 
-def matmul_peak() -> float:
-    """FLOP/s of a large float32 matrix product in this process, the best of a few."""
+def matmul_peak(model: models.Model) -> float:
+    """FLOP/s of a large matrix product of the model's dtype on its device, the best of a few."""
     side = 2048
-    a = torch.randn(side, side)
-    seconds, _ = _best(lambda: a @ a)
+    a = torch.randn(side, side).to(device=model.device, dtype=model.dtype)
+    seconds, _ = _best(lambda: float((a @ a)[0, 0]))  # reading a number waits for a GPU
     return 2 * side**3 / seconds
 
 

@@ -105,6 +105,8 @@ class KVState:
             raise CacheError("the edit names no cell; an intervention that changes nothing is a mistake")
         if donor is not None and not torch.equal(self.positions, donor.positions):
             raise CacheError("donor and state hold tokens at different positions; shift or slice one of them first")
+        if donor is not None and _shapes(donor) != _shapes(self):
+            raise CacheError("donor and state have tensors of different shapes: they come from different models")
         chosen = range(self.n_layers) if cells.layers is None else cells.layers
         layers = list(self.layers)
         for i in chosen:
@@ -153,14 +155,17 @@ class KVState:
         if start == stop:
             return 0.0
         one, two = self.slice(start, stop), other.slice(start, stop)
-        return max(
-            float((a[name] - b[name]).abs().max()) for a, b in zip(one.layers, two.layers, strict=True) for name in a
-        )
+        largest = [(a[n] - b[n]).abs().max() for a, b in zip(one.layers, two.layers, strict=True) for n in a]
+        return float(torch.stack(largest).max())  # a tensor's max keeps a NaN, Python's may lose it
 
     @property
     def nbytes(self) -> int:
         """Bytes the tensors hold."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.values())
+
+
+def _shapes(state: KVState) -> list[dict[str, tuple[int, ...]]]:
+    return [{name: tuple(t.shape) for name, t in layer.items()} for layer in state.layers]
 
 
 def _put(tensor: Tensor, cells: Cells, source: Tensor | None) -> Tensor:

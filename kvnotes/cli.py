@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from kvnotes import commandline, records, report
+from kvnotes import config as configs
 from kvnotes.config import RunConfig
 
 app = typer.Typer(
@@ -66,9 +67,15 @@ def _preview(config: RunConfig) -> None:
     preview.show(config, report.console())
 
 
+# a preview measures nothing, so it has no use for these
+UNUSED = frozenset({"results", "level", "resamples", "equivalence", "identity"})
 app.command("tasks")(
     commandline.command(
-        RunConfig, study="tasks", title="A sample prompt with its spans, and the model's competence", action=_preview
+        RunConfig,
+        study="tasks",
+        title="A sample prompt with its spans, and the model's competence",
+        action=_preview,
+        without=UNUSED,
     )
 )
 
@@ -86,12 +93,15 @@ def calibrate(
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Option(help="model to time")] = "qwen2.5-coder-0.5b",
+    model: Annotated[str | None, typer.Option(help="model to time")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<i>")] = None,
+    dtype: Annotated[str | None, typer.Option(help="precision of the forward passes")] = None,
 ) -> None:
-    """Time loading, prefill, decode and one locality pair on this machine."""
+    """Time loading, prefill and decode on this machine."""
     from kvnotes import bench as timing
 
-    timing.run(model, report.console())
+    flags = {"model": model, "device": device, "dtype": dtype}
+    timing.run(configs.make(RunConfig, study="bench", flags=flags), report.console())
 
 
 def main() -> None:

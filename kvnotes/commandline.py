@@ -25,9 +25,17 @@ def run(settings: type[RunConfig], *, study: str, title: str, action: Callable[[
 
 
 def command(
-    settings: type[RunConfig], *, study: str, title: str, action: Callable[[RunConfig], Any]
+    settings: type[RunConfig],
+    *,
+    study: str,
+    title: str,
+    action: Callable[[RunConfig], Any],
+    without: frozenset[str] = frozenset(),
 ) -> Callable[..., None]:
-    """A function whose keywords are the settings, each a flag with its description and default."""
+    """A function whose keywords are the settings, each a flag with its description and default.
+
+    `without` names settings that the action does not use, and that are therefore no flags of it.
+    """
 
     def act(**flags: Any) -> None:
         action(configs.make(settings, study=study, flags=flags))
@@ -35,7 +43,7 @@ def command(
     act.__doc__ = (
         f"{title}.\n\nDefaults are those of configs/default.yaml, then configs/{study}.yaml where there is one."
     )
-    act.__signature__ = _signature(settings, study)  # pyright: ignore[reportFunctionMemberAccess]
+    act.__signature__ = _signature(settings, study, without)  # pyright: ignore[reportFunctionMemberAccess]
     return act
 
 
@@ -50,13 +58,13 @@ def guard(app: Callable[[], Any]) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _signature(settings: type[RunConfig], study: str) -> inspect.Signature:
+def _signature(settings: type[RunConfig], study: str, without: frozenset[str]) -> inspect.Signature:
     usual = configs.defaults(study)
     return inspect.Signature(
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(info, usual[name]))
             for name, info in settings.model_fields.items()
-            if name != "study"
+            if name not in without | {"study"}
         ]
     )
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvnotes import discover
 from kvnotes.errors import KVNotesError, UnknownName
@@ -50,6 +51,17 @@ class RunConfig(BaseModel):
     resamples: int = Field(ge=100, description="bootstrap resamples")
     equivalence: float = Field(gt=0, description="margin of the 'about 0' tests, in recovery")
     identity: float = Field(gt=0, description="largest recovery error of an identity in float32")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        needed = math.ceil(10 / (1 - self.level))
+        if self.resamples < needed:
+            raise ValueError(f"resamples {self.resamples} are too few for level {self.level}: use at least {needed}")
+        if self.device == "cpu" and self.dtype != "float32":
+            raise ValueError(f"dtype {self.dtype} on a CPU moves recovery by 0.1: use float32, or a GPU (device cuda)")
+        if self.pair == "field" and self.wording != "swap":
+            raise ValueError(f"wording {self.wording} is of polarity pairs only: use pair polarity")
+        return self
 
     def hash(self) -> str:
         """SHA-256 of the settings that decide the numbers (not where the record goes)."""
@@ -92,6 +104,8 @@ def make(settings: type[RunConfig], *, study: str, flags: Mapping[str, Any]) -> 
 
 
 def _explain(problem: Any, settings: type[RunConfig]) -> str:
+    if not problem["loc"]:
+        return str(problem["ctx"]["error"])
     key = str(problem["loc"][0])
     if problem["type"] == "missing":
         return f"setting {key!r} has no value: give it in configs/default.yaml or as --{key}"

@@ -32,7 +32,7 @@ class Scope:
     @property
     def rows(self) -> list[Instance]:
         """The instances with numbers."""
-        wanted = {"included"} if self.gated else {"included", "gated"}
+        wanted = {"included"} if self.gated else {"included", "incompetent"}
         return [one for one in self.instances if one.layout == self.layout and one.status in wanted]
 
     def recovery(
@@ -68,7 +68,8 @@ class Scope:
             label,
             found,
             control=control,
-            mean_of_ratios=both.mean_of_ratios,
+            # one gap within the noise makes the mean of ratios say anything
+            mean_of_ratios=both.mean_of_ratios if min(map(abs, gaps)) > self.floor else None,
             unresolved=abs(sum(tops)) / len(tops) < self.floor,
             test=None if about is None else self._equivalence(tops, gaps, scenarios, about=about),
         )
@@ -81,8 +82,10 @@ class Scope:
         if not rows:
             return self._none(name, label, "no instance to measure it on")
         hits = [float(holds(one)) for one in rows]
-        if len(set(hits)) == 1:  # no spread to resample: the binomial's own limits, which know no clusters
-            found = stats.clopper_pearson(int(sum(hits)), len(hits), level=c.level)
+        if len(set(hits)) == 1:  # no spread to resample: exact limits for as many trials as there are scenarios
+            scenarios = len(set(_scenarios(rows)))
+            exact = stats.clopper_pearson(int(hits[0]) * scenarios, scenarios, level=c.level)
+            found = replace(exact, n=len(rows), method=f"{exact.method} over scenarios")
         else:
             found = stats.interval(hits, _scenarios(rows), level=c.level, resamples=c.resamples, seed=c.seed)
         within = replace(found, low=_clip(found.low), high=_clip(found.high))  # t knows no bounds, a share has them
@@ -101,12 +104,14 @@ class Scope:
             resamples=self.config.resamples,
             seed=self.config.seed,
         )
+        noise = self.floor / (abs(sum(gaps)) / len(gaps))  # in recovery
+        drowned = noise >= self.config.equivalence
         return HypothesisTest(
             name=f"TOST about {about:g}",
             statistic=outcome.statistic,
             p=outcome.p,
             margin=outcome.margin,
-            conclusion=outcome.conclusion,
+            conclusion=f"inconclusive: the noise floor is {noise:.2g} of recovery" if drowned else outcome.conclusion,
         )
 
     def _effect(self, name: str, label: str, found: Any, *, control: bool = False, **more: Any) -> Effect:
@@ -142,7 +147,7 @@ class Scope:
             n=len(self.rows),
             clusters=len(set(_scenarios(self.rows))),
             mean_of_ratios=None,
-            unresolved=True,
+            unresolved=False,
             warning=why,
             test=None,
         )

@@ -36,28 +36,32 @@ class Windows:
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """Logits at the positions that were read, [batch, read, vocab] in float32, and one state a row."""
+    """Logits at the positions that were read, [batch, read, vocab] in float32, and, where kept, one state a row."""
 
     logits: Float[Tensor, "batch read vocab"]
     states: tuple[KVState, ...]
 
 
 class _Frozen(Cache):
-    """Gives each layer past and new K/V side by side, or new over past at chosen places; keeps the result and
-    leaves what it was given untouched."""
+    """Gives each layer past and new K/V side by side, or new over past at chosen places. It owns the stacked past
+    and frees each layer once it is used; the result is kept only where states are wanted."""
 
-    def __init__(self, past: list[dict[str, Tensor]] | None, places: Tensor | None) -> None:
-        self.past, self.places = past, places
+    def __init__(self, past: list[dict[str, Tensor]] | None, *, places: Tensor | None, keep: bool) -> None:
+        self.past, self.places, self.keep = past, places, keep
         self.full: dict[int, dict[str, Tensor]] = {}
+        self.used: list[int] = []
         self.layers = []
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Called by the attention of layer `layer_idx` with its new keys (after RoPE) and values."""
         new = {"k": key_states, "v": value_states}
+        self.used.append(layer_idx)
         if self.past is not None:
-            new = {name: self._join(self.past[layer_idx][name], t) for name, t in new.items()}
-        self.full[layer_idx] = new
-        return self.full[layer_idx]["k"], self.full[layer_idx]["v"]
+            old, self.past[layer_idx] = self.past[layer_idx], {}
+            new = {name: self._join(old[name], t) for name, t in new.items()}
+        if self.keep:
+            self.full[layer_idx] = new
+        return new["k"], new["v"]
 
     def _join(self, old: Tensor, new: Tensor) -> Tensor:
         if self.places is None:
@@ -67,8 +71,8 @@ class _Frozen(Cache):
         return joined
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of the past; only a default for positions, which are always given here."""
-        return 0 if self.past is None else self.past[layer_idx]["k"].shape[2]
+        """Only a default for positions and masks, which are always given here."""
+        return 0
 
 
 @torch.no_grad()
@@ -80,13 +84,15 @@ def forward(
     past: Sequence[KVState] | None,
     over: Sequence[int] | None,
     read: Sequence[int],
+    keep: bool,
 ) -> Output:
     """Run `tokens` at `positions` over one past state a row.
 
     `past=None` is a prefill. With `over=None` the new tokens follow the past; otherwise new token j replaces the
     cache cell `over[j]` (its position must be that cell's), the other cells staying frozen: selective recompute.
-    `read` are indices into the new tokens whose logits are wanted; no others are computed. A token sees every
-    cell whose position is at most its own and within the layer's window. Raises CacheError on mismatches.
+    `read` are indices into the new tokens whose logits are wanted; no others are computed. `keep` says whether the
+    states after the forward are wanted; without, a layer's K/V are dropped once it has run. A token sees every cell
+    whose position is at most its own and within the layer's window. Raises CacheError on mismatches.
     """
     tokens, positions = tokens.to(model.device), positions.to(model.device)
     _check(tokens, positions, past, over)
@@ -94,7 +100,8 @@ def forward(
     keys = positions if old is None else torch.cat([old, positions]) if over is None else old
     frozen = _Frozen(
         None if past is None else stack(past),
-        None if over is None else torch.tensor(list(over), device=model.device),
+        places=None if over is None else torch.tensor(list(over), device=model.device),
+        keep=keep,
     )
     # Without a window the mask of a prefill may be large; it is one [new, keys] plane for all rows and heads.
     out = model.hf(
@@ -105,16 +112,16 @@ def forward(
         use_cache=True,
         logits_to_keep=torch.tensor(list(read), device=model.device),
     )
-    if len(frozen.full) != len(model.windows.per_layer):
-        raise CacheError(f"{len(frozen.full)} of {len(model.windows.per_layer)} layers used the cache they were given")
-    return Output(out.logits.float(), _states(frozen.full, keys, tokens.shape[0]))
+    if sorted(frozen.used) != list(range(len(model.windows.per_layer))):
+        raise CacheError(f"layers {frozen.used} used the cache, each of {len(model.windows.per_layer)} must do so once")
+    return Output(out.logits.float(), _states(frozen.full, keys, tokens.shape[0]) if keep else ())
 
 
 def prefill(model: Any, tokens: Sequence[int], *, start: int) -> tuple[Float[Tensor, "vocab"], KVState]:
     """One sequence from position `start`: the logits after its last token, and its state."""
     ids = torch.tensor([list(tokens)])
     positions = torch.arange(start, start + len(tokens))
-    out = forward(model, ids, positions=positions, past=None, over=None, read=[len(tokens) - 1])
+    out = forward(model, ids, positions=positions, past=None, over=None, read=[len(tokens) - 1], keep=True)
     return out.logits[0, 0], out.states[0]
 
 
@@ -124,7 +131,7 @@ def decode(
     """Logits of a query block at positions start.. over each state, at the block's indices `read`."""
     ids = torch.tensor([list(query)] * len(states))
     positions = torch.arange(start, start + len(query))
-    return forward(model, ids, positions=positions, past=states, over=None, read=read).logits
+    return forward(model, ids, positions=positions, past=states, over=None, read=read, keep=False).logits
 
 
 def recompute(
@@ -139,6 +146,7 @@ def recompute(
         past=[state],
         over=list(cells),
         read=range(len(cells)),
+        keep=True,
     )
     return out.logits[0], out.states[0]
 
@@ -154,7 +162,9 @@ def greedy(
     block, at = list(query), start
     while len(made) < limit and not (made and made[-1] in stop):
         positions = torch.arange(at, at + len(block))
-        out = forward(model, torch.tensor([block]), positions=positions, past=[state], over=None, read=[len(block) - 1])
+        out = forward(
+            model, torch.tensor([block]), positions=positions, past=[state], over=None, read=[len(block) - 1], keep=True
+        )
         state, at = out.states[0], at + len(block)
         block = [int(out.logits[0, 0].argmax())]
         made += block
@@ -172,6 +182,8 @@ def _check(tokens: Tensor, positions: Tensor, past: Sequence[KVState] | None, ov
         raise CacheError(f"{tokens.shape[0]} rows need as many past states, got {len(past)}")
     if over is None:
         return
+    if not all(0 <= place < past[0].length for place in over):
+        raise CacheError(f"cells {list(over)} must lie within 0..{past[0].length - 1}")
     places = torch.tensor(list(over), device=past[0].positions.device)
     if len(set(over)) != tokens.shape[1] or not torch.equal(past[0].positions[0, places], positions.to(places.device)):
         raise CacheError("recomputed tokens must stand at the positions of the distinct cells they replace")

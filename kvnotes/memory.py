@@ -13,11 +13,11 @@ from kvnotes.sweep import ROWS
 def estimate(model: Any, tokens: int) -> int:
     """Bytes beside the weights that a pair of `tokens` tokens takes at most.
 
-    Two states, a batch of edited ones (its rows and their stacked copy), one layer's attention scores, and the
-    logits of one position a row.
+    Two states, a batch of edited ones and the base (the rows and their stacked copy), one layer's attention scores,
+    and the logits of one position a row.
     """
     shape, size = model.shape, torch.finfo(model.dtype).bits // 8
-    states = model.bytes_per_token() * tokens * (2 + 2 * ROWS)
+    states = model.bytes_per_token() * tokens * (2 + 2 * (ROWS + 1))
     scores = 3 * shape["heads"] * tokens * tokens * max(size, 4)  # scores, softmax in float32, and its copy
     logits = 4 * ROWS * model.hf.config.vocab_size
     return states + scores + logits

@@ -7,8 +7,10 @@ against the full forward (their difference is the run's noise floor), and that c
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from kvnotes.records import Bounded
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 CHECK_TEXT = "Current state: status is pending, channel is web. If it is pending, approve; if shipped, deny.\n"
-# Largest logit difference that the arithmetic of a dtype explains; a skipped cache or mask is off by far more.
+# Largest logit error that the arithmetic of a dtype explains; a skipped cache or a wrong mask is off by far more.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.25, torch.bfloat16: 1.0}
 STATEFUL = {
     "mamba": "a recurrent state-space model",
@@ -40,6 +42,7 @@ STATEFUL = {
     "minimax": "a hybrid with linear attention",
     "reformer": "a model with hashed attention",
 }
+ALIBI = {"bloom", "mpt"}
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 FIXED_ROPE = {"default", "linear", "yarn", "llama3"}
 
@@ -78,6 +81,16 @@ class Model:
             "d_head": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         }
 
+    @property
+    def tolerance(self) -> float:
+        """Largest logit error that the dtype's arithmetic explains."""
+        return TOLERANCE[self.dtype]
+
+    @property
+    def mixes_experts(self) -> bool:
+        """Whether tokens share expert batches, so that a token's K/V depend, by rounding, on later tokens too."""
+        return any(getattr(self.hf.config, name, None) for name in ("num_local_experts", "num_experts"))
+
     def bytes_per_token(self) -> int:
         """Bytes of K and V that one cached token takes."""
         s = self.shape
@@ -99,25 +112,29 @@ def load(name: str, *, device: str, dtype: str) -> Model:
     Raises ModelError for an architecture without per-token K/V, a missing device or a failed self-check;
     WeightsError for files that are missing, tampered with or not safetensors.
     """
-    booted = boot(name, device=device, dtype=dtype)
-    checks = self_check(booted)
+    try:
+        booted = boot(name, device=device, dtype=dtype)
+        checks = self_check(booted)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as err:
+        raise ModelError(f"{name} does not run through the bridge with explicit masks and caches: {err!r}") from err
     floor = float(checks["cached decode equals full forward"].value or 0.0)
-    return replace(booted.model, checks=checks, noise_floor=floor)
+    rotation = booted.model.rotation if _turns(booted) else None
+    return replace(booted.model, checks=checks, noise_floor=floor, rotation=rotation)
 
 
 def boot(name: str, *, device: str, dtype: str) -> Unproved:
     """Verified weights -> plain model -> bridge, without the self-check. Raises as `load` does."""
     place, precision = _device(device), getattr(torch, dtype)
     entry, prepared = resolve(name)
-    plain, tokenizer = _from_folder(entry, prepared)
-    plain = plain.to(device=place, dtype=precision).eval()
+    plain, tokenizer = _from_folder(entry, prepared, precision)
+    plain = plain.to(device=place).eval()  # never .to(dtype): it would round the rotary frequencies too
     windows, rotation = _windows(plain.config), _rotation(plain)
     tokens = check_tokens(tokenizer, windows)
     with torch.no_grad():
         reference = plain(torch.tensor([tokens], device=place), use_cache=False, logits_to_keep=1).logits[0, -1].float()
     model = Model(
-        name=name,
-        bridge=_bridge(plain, tokenizer, precision),
+        name=weights.run_name(name),
+        bridge=_bridge(plain, tokenizer, place),
         hf=plain,
         tokenizer=tokenizer,
         entry=entry,
@@ -128,6 +145,15 @@ def boot(name: str, *, device: str, dtype: str) -> Unproved:
         rotation=rotation,
     )
     return Unproved(model=model, tokens=tokens, reference=reference)
+
+
+def files_sha256(folder: Path) -> str:
+    """SHA-256 over the names and bytes of everything in a model folder but its weights: config, tokenizer, template."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix in {".json", ".jinja", ".model", ".txt"} and not path.name.endswith(".index.json"):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def resolve(name: str) -> tuple[weights.ModelEntry, weights.Prepared]:
@@ -153,7 +179,7 @@ def check_tokens(tokenizer: Any, windows: Windows) -> list[int]:
 def self_check(booted: Unproved) -> dict[str, Bounded]:
     """Prove the model on a short text; raises ModelError naming the check that failed."""
     model, tokens, reference = booted.model, booted.tokens, booted.reference
-    bound, split = TOLERANCE[model.dtype], len(tokens) - 1
+    split = len(tokens) - 1
     with torch.no_grad():
         bridged = model.bridge(torch.tensor([tokens], device=model.device), logits_to_keep=1)[0, -1].float()
     full, state = prefill(model, tokens, start=0)
@@ -162,26 +188,41 @@ def self_check(booted: Unproved) -> dict[str, Bounded]:
     cached = decode(model, [past], tokens[split:], start=split, read=[0])[0, 0]
     edited = past.replace(Cells(positions=None), _noise_like(past))
     moved = decode(model, [edited], tokens[split:], start=split, read=[0])[0, 0]
-    small = {
-        "bridge equals plain transformers": bridged - reference,
-        "explicit masks equal the model's own": full - reference,
-        "cached decode equals full forward": cached - full,
+    errors = {
+        "bridge equals plain transformers": _size(bridged - reference),
+        "explicit masks equal the model's own": _size(full - reference),
+        "cached decode equals full forward": _size(cached - full),
     }
-    large = {
-        "a cache edit moves the logits": moved - cached,
-        "a hook moves the logits": _hooked(model, tokens) - bridged,
+    reach = {
+        "a cache edit moves the logits": _size(moved - cached),
+        "a hook moves the logits": _size(_hooked(model, tokens) - bridged),
     }
-    measured = {what: (_size(difference), bound, _size(difference) <= bound) for what, difference in small.items()}
-    measured |= {what: (_size(difference), bound, _size(difference) > bound) for what, difference in large.items()}
-    changed = float(past.fingerprint() != before)
-    measured["a forward leaves its state unchanged"] = (changed, 0.0, changed == 0.0)
-    for what, (value, limit, passed) in measured.items():
-        if not passed:
+    least = 10 * max(*errors.values(), 1e-5)  # an effect must stand well above this model's own errors
+    checks = {what: Bounded(value=v, bound=model.tolerance, passed=v <= model.tolerance) for what, v in errors.items()}
+    checks |= {what: Bounded(value=v, bound=least, passed=v > least) for what, v in reach.items()}
+    same = past.fingerprint() == before
+    checks["a forward leaves its state unchanged"] = Bounded(value=float(not same), bound=0.0, passed=same)
+    for what, check in checks.items():
+        if not check.passed:
             raise ModelError(
-                f"{model.name} failed its self-check {what!r} ({value:.3g} against a bound of {limit:.3g}), so its "
+                f"{model.name} failed its self-check {what!r} ({check.value:.3g}, bound {check.bound:.3g}), so its "
                 "numbers would be wrong; check the installed transformers and transformer-lens against constraints.txt"
             )
-    return {what: Bounded(value=value, bound=limit, passed=passed) for what, (value, limit, passed) in measured.items()}
+    return checks
+
+
+def _turns(booted: Unproved) -> bool:
+    """Whether the model's keys move by our rotation: some text, shifted, against its prefill at the new positions.
+
+    Layers without RoPE and other pairings of dimensions differ by whole units; what rounding explains is allowed.
+    """
+    model, text = booted.model, booted.tokens[:24]
+    if model.rotation is None:
+        return False
+    (_, here), (_, there) = (prefill(model, text, start=start) for start in (0, 57))
+    moved = here.shift(57, model.rotation)
+    size = max(float(layer["k"].abs().max()) for layer in here.layers)
+    return moved.deviation(there, start=0, stop=len(text)) <= model.tolerance * max(1.0, size)
 
 
 def _size(difference: Tensor) -> float:
@@ -221,7 +262,7 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _from_folder(entry: weights.ModelEntry, prepared: weights.Prepared) -> tuple[Any, Any]:
+def _from_folder(entry: weights.ModelEntry, prepared: weights.Prepared, dtype: torch.dtype) -> tuple[Any, Any]:
     """The plain model and its tokenizer from verified local files: safetensors only, no remote code."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -233,7 +274,7 @@ def _from_folder(entry: weights.ModelEntry, prepared: weights.Prepared) -> tuple
         plain = AutoModelForCausalLM.from_pretrained(
             prepared.folder,
             config=config,
-            dtype="auto",
+            dtype=dtype,
             attn_implementation=entry.attention,
             use_safetensors=True,
             trust_remote_code=False,
@@ -258,6 +299,8 @@ def refuse(name: str, config: Any) -> None:
         why = "an encoder-decoder"
     if why is None and (hasattr(config, "vision_config") or hasattr(config, "audio_config")):
         why = "multimodal; load its text model alone"
+    if why is None and (kind in ALIBI or getattr(config, "alibi", False)):
+        why = "built on ALiBi, whose position bias our explicit masks would leave out"
     if why is None and layers:
         why = f"built of layers without per-token K/V that can be edited ({', '.join(sorted(layers))})"
     if why is not None:
@@ -276,8 +319,8 @@ def _windows(config: Any) -> Windows:
 
 def _rotation(plain: Any) -> Rotation | None:
     """The model's own inverse frequencies a layer, or None where keys cannot be moved by a fixed turn."""
-    rotary, layers = getattr(plain.model, "rotary_emb", None), plain.config.num_hidden_layers
-    if rotary is None:
+    rotary, layers = getattr(plain.base_model, "rotary_emb", None), plain.config.num_hidden_layers
+    if rotary is None or not hasattr(rotary, "rope_type"):
         return None
     kinds = getattr(plain.config, "layer_types", None) or ["full_attention"] * layers
     types = rotary.rope_type if isinstance(rotary.rope_type, dict) else dict.fromkeys(kinds, rotary.rope_type)
@@ -287,7 +330,7 @@ def _rotation(plain: Any) -> Rotation | None:
     return Rotation(tuple(getattr(rotary, f"{kind}_inv_freq" if own else "inv_freq") for kind in kinds))
 
 
-def _bridge(plain: Any, tokenizer: Any, dtype: torch.dtype) -> Any:
+def _bridge(plain: Any, tokenizer: Any, device: torch.device) -> Any:
     """The bridge around `plain`; the weights are shared, its modules are replaced in place."""
     from transformer_lens.model_bridge import TransformerBridge
 
@@ -295,7 +338,7 @@ def _bridge(plain: Any, tokenizer: Any, dtype: torch.dtype) -> Any:
         plain.config.architectures = [type(plain).__name__]
     try:
         return TransformerBridge.boot_transformers(
-            plain.config.name_or_path, hf_model=plain, tokenizer=tokenizer, dtype=dtype
+            plain.config.name_or_path, hf_model=plain, tokenizer=tokenizer, dtype=plain.dtype, device=str(device)
         )
     except (ValueError, NotImplementedError) as err:
         raise ModelError(f"TransformerLens has no bridge for {type(plain).__name__}: {err}") from err

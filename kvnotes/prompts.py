@@ -45,12 +45,18 @@ def read_template(tokenizer: Any, *, use: bool | None, options: Mapping[str, Any
         raise PromptError(
             "the model's config asks for a chat template, but the tokenizer has none; set chat.use: false"
         )
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True, **options
-    )
+    from jinja2 import TemplateError
+
+    message = [{"role": "user", "content": MARK}]
+    try:
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, **options)
+    except TemplateError as err:
+        raise PromptError(f"the chat template refuses a user's turn alone: {err}; set chat.use: false") from err
     if text.count(MARK) != 1:
         raise PromptError("the chat template does not hold its message exactly once, so spans cannot be known")
     before, after = text.split(MARK)
+    if "<think>" in after and "</think>" not in after:
+        raise PromptError("the chat template opens a thinking block, so the answer prefix would stand inside it")
     first = () if bos is None or before.startswith(tokenizer.bos_token) else (bos,)
     return Template(before=before, after=after, bos=bos, first=first)
 
@@ -65,6 +71,8 @@ def tokenise(pair: Pair, *, tokenizer: Any, template: Template, query: int) -> T
             raise _Unfit("both actions start with the same token", f"token id {actions[0]}")
         if changed[-1] >= len(base.ids) - query:
             raise _Unfit("the changed span reaches into the query block", f"query of {query} tokens")
+        if len(base.ids) - query - changed[0] == len(changed):
+            raise _Unfit("no token between the changed span and the query block", f"query of {query} tokens")
     except _Unfit as unfit:
         return Skipped(pair=pair, reason=unfit.reason, detail=unfit.detail)
     return TokenPair(

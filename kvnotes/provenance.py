@@ -29,11 +29,16 @@ def collect(config: RunConfig, *, module: str) -> Provenance:
         kvnotes_version=kvnotes.__version__,
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
-        versions={name: _version(name) for name in PACKAGES},
+        versions=versions(),
         seed=config.seed,
         config=config.model_dump(mode="json"),
         config_hash=config.hash(),
     )
+
+
+def versions() -> dict[str, str]:
+    """Installed version by package, of those that decide a run's numbers."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def code_hash() -> str:

@@ -107,6 +107,12 @@ class Model(_Frozen):
     source: str
     weights_sha256: str | None
     tokenizer_sha256: str | None
+    files_sha256: str
+    """Of config, tokenizer, chat template and all else in the model's folder but the weights."""
+    chat: dict[str, bool | int | str]
+    """Options the chat template was given."""
+    template: tuple[str, str]
+    """What the template puts before and after the user's turn; empty without one."""
     precision: str
     """Such as "Q4_K_M, dequantised" or "bf16"."""
     architecture: str
@@ -171,8 +177,8 @@ class Instance(_Frozen):
     seed: int
     balance: dict[str, str]
     """Counterbalanced choices, by name."""
-    status: Literal["included", "gated", "skipped"]
-    """included: passed the gate; gated: measured, but did not pass; skipped: not measured."""
+    status: Literal["included", "incompetent", "skipped"]
+    """included: passed the competence gate; incompetent: measured, but did not; skipped: not measured."""
     reason: str | None
     """Why the pair is not included."""
     tokens: Tokens | None

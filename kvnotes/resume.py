@@ -37,15 +37,22 @@ class ResumeFile:
     def read(self) -> dict[str, Finished]:
         """Instances by id, or none where there is no file, or where it belongs to other settings, code or weights.
 
-        A last line that a kill cut short is dropped.
+        Reading stops at the first line that a kill or a failing disk left broken; what follows is measured again.
         """
         try:
-            lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]  # whole lines end with a newline
+            first, *lines = self.path.read_bytes().split(b"\n")[:-1] or [b""]  # whole lines end with a newline
         except FileNotFoundError:
             return {}
-        if not lines or json.loads(lines[0]) != self.key:
-            return {}
-        return {done.instance.id: done for done in map(_parse, lines[1:])}
+        found: dict[str, Finished] = {}
+        try:
+            if json.loads(first) != self.key:
+                return {}
+            for line in lines:
+                done = _parse(line)
+                found[done.instance.id] = done
+        except (ValueError, KeyError, TypeError):  # not JSON, not UTF-8, or JSON of another shape
+            pass
+        return found
 
     def start(self, finished: Mapping[str, Finished]) -> None:
         """Begin the file anew with what is finished. Raises RecordError where the folder cannot be written."""
@@ -64,7 +71,7 @@ class ResumeFile:
         self.path.unlink(missing_ok=True)
 
 
-def _parse(line: str) -> Finished:
+def _parse(line: bytes) -> Finished:
     data = json.loads(line)
     return Finished(
         instance=Instance.model_validate(data["instance"]), identities=data["identities"], noise=data["noise"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvnotes import commandline, discover, effects, records, report
+from kvnotes import commandline, discover, effects, provenance, records, report, weights
 from kvnotes import config as configs
 from kvnotes.config import RunConfig
 from kvnotes.errors import IdentityFailed, KVNotesError, UnknownName
@@ -26,9 +26,16 @@ from kvnotes.resume import Finished, ResumeFile
 
 if TYPE_CHECKING:
     from kvnotes.models import Model
+    from kvnotes.prompts import Template
     from kvnotes.sweep import Trial
 
 console = Console(stderr=True, highlight=False)
+
+UNITS = {
+    "prefix deviation": "largest difference of any cell",
+    "cached decode equals full forward": "margin error in logits, over all pairs",
+    "other": "margin error, in units of the gap",
+}
 
 
 class RunError(KVNotesError):
@@ -48,7 +55,7 @@ class Study:
         c = self.config
         return records.record_path(
             c.results,
-            model=c.model,
+            model=weights.run_name(c.model),
             study=c.study,
             layout=c.layout,
             config_hash=c.hash(),
@@ -127,20 +134,28 @@ def tokenise(model: Model, pairs: list[Pair], *, query: int) -> list[TokenPair |
     """The pairs as the model's tokens, in its chat template; unfit ones as Skipped, with the reason."""
     from kvnotes import prompts
 
-    chat = model.entry.chat
-    template = prompts.read_template(model.tokenizer, use=chat.use, options=chat.options)
+    template = _template(model)
     return [prompts.tokenise(pair, tokenizer=model.tokenizer, template=template, query=query) for pair in pairs]
 
 
+def _template(model: Model) -> Template:
+    from kvnotes import prompts
+
+    return prompts.read_template(model.tokenizer, use=model.entry.chat.use, options=model.entry.chat.options)
+
+
 def resume_file(study: Study, model: Model) -> ResumeFile:
-    """The run's resume file; it only fits the same settings, code and weights."""
-    from kvnotes import provenance
+    """The run's resume file; it only fits the same settings, code, libraries, weights and prompts."""
+    from kvnotes import models
 
     key = {
         "config": study.config.hash(),
         "code": provenance.code_hash(),
         "weights": model.prepared.weights_sha256,
-        "tokenizer": model.prepared.tokenizer_sha256,
+        "files": models.files_sha256(model.prepared.folder),
+        "chat": model.entry.chat.model_dump(),
+        "attention": model.entry.attention,
+        "versions": provenance.versions(),
     }
     return ResumeFile(study.path, key=key)
 
@@ -170,9 +185,12 @@ def _one(study: Study, model: Model, pair: TokenPair | Skipped) -> Finished:
 
 
 def _bound(identity: str, model: Model, config: RunConfig) -> float:
+    """How far from 0 an identity may be. In half precision the margins' own noise is the bound, where it is larger."""
     if identity == "prefix deviation":
         return 0.0
-    return config.identity if config.dtype == "float32" else max(config.identity, 4 * model.noise_floor)
+    if identity == "cached decode equals full forward":
+        return model.tolerance
+    return config.identity if config.dtype == "float32" else max(config.identity, model.noise_floor)
 
 
 def _instance(trial: Trial, measures: Mapping[str, Any], config: RunConfig, seconds: float) -> Instance:
@@ -198,7 +216,7 @@ def _instance(trial: Trial, measures: Mapping[str, Any], config: RunConfig, seco
     )
     return Instance(
         **_labels(pair.pair),
-        status="included" if passed else "gated",
+        status="included" if passed else "incompetent",
         reason=None if passed else _gate_reason(trial, config),
         tokens=tokens,
         spans=_spans(pair),
@@ -249,8 +267,6 @@ def _spans(pair: TokenPair) -> dict[str, tuple[tuple[int, int], ...]]:
 
 def build(study: Study, model: Model, finished: list[Finished], clock: Timings) -> Record:
     """The record of a finished run; its summary is made from the instances alone."""
-    from kvnotes import provenance
-
     config, instances = study.config, tuple(done.instance for done in finished)
     summary = study.module.summarise(instances, config, max(done.noise for done in finished))
     tables = {"competence of the unedited model": effects.competence(instances), **summary.tables}
@@ -276,16 +292,21 @@ def _checks(finished: list[Finished], model: Model, config: RunConfig) -> Iterab
     for name in dict.fromkeys(name for done in finished for name in done.identities):
         value = max(done.identities[name] for done in finished if name in done.identities)
         bound = _bound(name, model, config)
-        unit = "largest difference of any cell" if name == "prefix deviation" else "margin error, in units of the gap"
-        yield Check(name=name, value=value, bound=bound, passed=value <= bound, what=unit)
+        yield Check(name=name, value=value, bound=bound, passed=value <= bound, what=UNITS.get(name, UNITS["other"]))
 
 
 def _model(model: Model, floor: float) -> records.Model:
+    from kvnotes import models
+
+    template = _template(model)
     return records.Model(
         name=model.name,
         source=model.prepared.source,
         weights_sha256=model.prepared.weights_sha256,
         tokenizer_sha256=model.prepared.tokenizer_sha256,
+        files_sha256=models.files_sha256(model.prepared.folder),
+        chat=model.entry.chat.options,
+        template=(template.before, template.after),
         precision=model.prepared.precision,
         architecture=type(model.hf).__name__,
         **model.shape,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvnotes import readout
 from kvnotes.cache import Cells, KVState
-from kvnotes.forward import decode, prefill
+from kvnotes.forward import decode, forward, prefill
 from kvnotes.instance import TokenPair
 
 State = Literal["base", "target"]
@@ -59,9 +59,8 @@ class Trial:
 
     @classmethod
     def run(cls, model: Any, pair: TokenPair) -> Trial:
-        """Prefill both arms, each alone so that equal tokens give bit-equal cells, and read the decision."""
-        arms = {"base": pair.base_ids, "target": pair.target_ids}
-        filled = {name: prefill(model, ids, start=0) for name, ids in arms.items()}
+        """Prefill both arms and read the decision."""
+        filled = _arms(model, pair)
         states = {name: state.crop(pair.query[0]) for name, (_, state) in filled.items()}
         full = {name: float(readout.margin(logits, pair)) for name, (logits, _) in filled.items()}
         whole = Cells(positions=(*pair.changed, *pair.downstream))
@@ -74,7 +73,7 @@ class Trial:
             states=states,
             unedited=unedited,
             full=full,
-            floor=max(abs(full["base"] - unedited.base), abs(full["target"] - unedited.target), model.noise_floor),
+            floor=max(_decode_error(full, unedited), model.noise_floor),
             full_downstream=float(readout.margin(logits[2], pair)),
         )
 
@@ -100,15 +99,35 @@ class Trial:
         return readout.recovery(margin, self.unedited, floor=self.floor)
 
     def identities(self) -> dict[str, float]:
-        """Numbers that must be 0: the shared prefix's deviation between the arms (absolute), and the margins of the
-        empty edits against base and of the full-downstream edit against target (in units of the gap, at least 1)."""
+        """Numbers that must be 0: the shared prefix's deviation between the arms (absolute), the cached decode's
+        margins against the full forward's (in logits, within the dtype's tolerance), and those of the empty edits
+        against base and of the full-downstream edit against target (in units of the gap, at least 1)."""
         start, scale = self.pair.changed[0], max(1.0, abs(self.unedited.gap))
         echoes = self.echoes or _decode_margins(self, [self.states["base"]])
         return {
             "prefix deviation": self.states["base"].deviation(self.states["target"], start=0, stop=start),
+            "cached decode equals full forward": _decode_error(self.full, self.unedited),
             "empty edit equals base": max(abs(echo - self.unedited.base) for echo in echoes) / scale,
             "full-downstream equals target": abs(self.full_downstream - self.unedited.target) / scale,
         }
+
+
+def _arms(model: Any, pair: TokenPair) -> dict[str, tuple[Tensor, KVState]]:
+    """Each arm's last logits and state. Both are whole forwards of one shape, so that equal prefixes give bit-equal
+    cells; where experts batch tokens together that does not hold, and the target goes on from the base's prefix."""
+    base = prefill(model, pair.base_ids, start=0)
+    if not model.mixes_experts:
+        return {"base": base, "target": prefill(model, pair.target_ids, start=0)}
+    start = pair.changed[0]
+    rest = torch.tensor([pair.target_ids[start:]])
+    positions, past = torch.arange(start, len(pair.target_ids)), [base[1].crop(start)]
+    out = forward(model, rest, positions=positions, past=past, over=None, read=[rest.shape[1] - 1], keep=True)
+    return {"base": base, "target": (out.logits[0, 0], out.states[0])}
+
+
+def _decode_error(full: Mapping[str, float], unedited: readout.Margins) -> float:
+    """The larger difference of the two arms' margins, in logits."""
+    return max(abs(full["base"] - unedited.base), abs(full["target"] - unedited.target))
 
 
 def _decode_margins(trial: Trial, states: Sequence[KVState]) -> list[float]:

@@ -42,6 +42,7 @@ __all__ = [
     "load_entry",
     "load_tokenizer",
     "prepare",
+    "run_name",
 ]
 
 REGISTRY = Path(__file__).resolve().parents[1] / "configs" / "models"
@@ -64,6 +65,10 @@ class Chat(BaseModel):
 
     use: bool | None = None
     options: dict[str, bool | int | str] = {}
+
+
+# A template that knows no such option ignores it; one that does must not think before the decision.
+UNREGISTERED = Chat(options={"enable_thinking": False})
 
 
 class ModelEntry(BaseModel):
@@ -158,13 +163,25 @@ def entry_for(name: str) -> ModelEntry:
         return load_entry(name)
     path = Path(name).expanduser()
     if path.is_dir():
-        return ModelEntry(name=path.resolve().name, folder=path.resolve())
+        return ModelEntry(name=path.resolve().name, folder=path.resolve(), chat=UNREGISTERED)
     if not HUB_ID.fullmatch(name) or name.startswith("."):
         if "/" in name or os.sep in name:
             raise WeightsError(f"there is no folder {name!r}; give an existing folder, a hub id or a model's name.")
         raise UnknownName(kind="model", name=name, known=known_models())
     registered = (load_entry(model) for model in known_models())
-    return next((e for e in registered if e.hub == name), ModelEntry(name=name.replace("/", "--"), hub=name))
+    unregistered = ModelEntry(name=name.replace("/", "--"), hub=name, chat=UNREGISTERED)
+    return next((e for e in registered if e.hub == name), unregistered)
+
+
+def run_name(name: str) -> str:
+    """The name under which a model's records stand: the registry's or the hub's, and for a local folder its own with
+    eight digits of its path's SHA-256, so that no folder's records replace another model's.
+    """
+    path = Path(name).expanduser()
+    if name in known_models() or not path.is_dir():
+        known = {entry.hub: entry.name for entry in map(load_entry, known_models()) if entry.hub}
+        return known.get(name, name)
+    return f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
 
 
 def cache_folder() -> Path:

@@ -16,7 +16,7 @@ from kvnotes.instance import Pair, PairKind
 from . import layouts
 from .fillers import fillers
 from .layouts import Draw, Layout, Rule
-from .length import rules_to_reach
+from .length import estimate_tokens, rules_to_reach
 from .scenarios import SCENARIOS, Scenario
 
 TASK = "gated"
@@ -24,6 +24,7 @@ LAYOUTS: Mapping[str, Layout] = layouts.LAYOUTS
 DEFAULT_LAYOUT = "table_field_first"
 PAIRS: tuple[PairKind, ...] = ("field", "polarity")
 WORDINGS = ("swap", "trigger")
+LONGEST = 1.25  # of the length asked for, that a prompt may have; the estimate itself is off by up to .15
 SHORTEST_FILLER = 6  # tokens: a length divided by it is always filler enough
 
 # Cells of rule order x value order x permitting value. Every odd cell is the complement of the one before it,
@@ -202,5 +203,8 @@ def _fill(arms: Iterable[Draw], layout: Layout, length: int, *, seed: str) -> tu
         arm = layout(replace(base, fillers=supply[:count]))
         return arm.user_text + arm.answer_text
 
+    least = estimate_tokens(prompt(0))
+    if length and least > LONGEST * length:
+        raise TaskError(f"{layout.name} takes about {least} tokens without any neutral rule: give a length above that.")
     count = rules_to_reach(length, most=len(supply), prompt=prompt) if length else len(supply)
     return tuple(replace(draw, fillers=supply[:count]) for draw in (base, target))

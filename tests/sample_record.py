@@ -23,7 +23,7 @@ from kvnotes.records import (
     count_inclusion,
 )
 
-Status = Literal["included", "gated", "skipped"]
+Status = Literal["included", "incompetent", "skipped"]
 LABELS = {
     "field_only": "field-only",
     "notes_only": "notes-only",
@@ -52,7 +52,7 @@ def make_record(
     margin of 8 R - 4; two instances share a scenario. Ungated estimates are 0.02 lower than gated ones.
     """
     by_layout = {"table_field_first": (0.05, 0.95)} if recoveries is None else dict(recoveries)
-    counts: list[tuple[Status, int]] = [("included", included), ("gated", gated), ("skipped", skipped)]
+    counts: list[tuple[Status, int]] = [("included", included), ("incompetent", gated), ("skipped", skipped)]
     statuses: list[Status] = [status for status, count in counts for _ in range(count)]
     instances = [
         _instance(layout=layout, index=index, status=status, recovery=recovery, seed=seed)
@@ -85,7 +85,7 @@ def make_record(
 
 
 def _instance(*, layout: str, index: int, status: Status, recovery: tuple[float, float], seed: int) -> Instance:
-    reasons = {"included": None, "gated": "gap under 1 logit", "skipped": "values of unequal token count"}
+    reasons = {"included": None, "incompetent": "gap under 1 logit", "skipped": "values of unequal token count"}
     field, notes = recovery
     measured = status != "skipped"
     return Instance(
@@ -228,6 +228,9 @@ def _model(name: str) -> Model:
         name=name,
         source="made by hand",
         weights_sha256="0" * 64,
+        files_sha256="c" * 64,
+        chat={},
+        template=("", ""),
         tokenizer_sha256="1" * 64,
         precision="Q4_K_M, dequantised",
         architecture="LlamaForCausalLM",

@@ -4,10 +4,13 @@ import pytest
 import torch
 import transformers
 
+from kvnotes import forward as forward_module
 from kvnotes import models
 from kvnotes.cache import Cells
 from kvnotes.forward import decode, forward, greedy, prefill, recompute
+from kvnotes.sweep import Trial
 from tests import tiny
+from tests.test_prompts import tokens
 
 TOKENS = [0, *(3 + (7 * i) % 20 for i in range(1, 30))]  # 30 tokens: more than three windows of 8
 CHANGED, QUERY = 6, 29
@@ -124,7 +127,15 @@ def test_query_block_and_greedy_equal_full_forwards(loaded):
     model, reference = loaded
     _, state = prefill(model, TOKENS[:20], start=0)
     block = TOKENS[20:]
-    out = forward(model, torch.tensor([block]), positions=torch.arange(20, 30), past=[state], over=None, read=[0, 4, 9])
+    out = forward(
+        model,
+        torch.tensor([block]),
+        positions=torch.arange(20, 30),
+        past=[state],
+        over=None,
+        read=[0, 4, 9],
+        keep=False,
+    )
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS])).logits[0, [20, 24, 29]]
         torch.testing.assert_close(out.logits[0], expected, atol=1e-4, rtol=0)
@@ -177,3 +188,77 @@ def test_refused_by_name_with_the_reason(config, reason, tmp_path):
     tiny.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(models.ModelError, match=f"{tmp_path.name}.*{reason}"):
         models.refuse(tmp_path.name, transformers.AutoConfig.from_pretrained(tmp_path))
+
+
+def test_half_precision_keeps_the_rotary_frequencies(tmp_path):
+    """Casting the whole model would round them, and logits at position 1,000 would be off by units."""
+    folder = tiny.checkpoint("llama", tmp_path, max_position_embeddings=2048)
+    model = models.load(str(folder), device="cpu", dtype="bfloat16")
+    assert model.rotation is not None
+    assert model.rotation.inv_freq[0].dtype == torch.float32
+    tokens = [3 + (5 * i) % 20 for i in range(1000)]
+    plain_half = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        expected = plain_half(torch.tensor([tokens])).logits[0, -1].float()
+    full, _ = prefill(model, tokens, start=0)
+    assert (full - expected).abs().max() < 0.5
+    assert full.dtype == torch.float32
+
+
+def test_experts_that_batch_tokens_keep_an_exact_prefix(tmp_path):
+    """At this width grouped expert products round differently by what comes later; the prefix must not."""
+    wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
+    model = models.load(str(tiny.checkpoint("mixtral", tmp_path, **wide)), device="cpu", dtype="float32")
+    assert model.mixes_experts
+    trial = Trial.run(model, tokens())
+    assert max(trial.identities().values()) < 1e-4
+    assert trial.identities()["prefix deviation"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("config", "loads"),
+    [
+        (transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=128), True),
+        (transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64), False),
+    ],
+)
+def test_other_causal_models_load_or_are_refused_in_one_line(config, loads, tmp_path):
+    config.initializer_range = 0.35
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    if loads:
+        model = models.load(str(tmp_path), device="cpu", dtype="float32")
+        assert model.rotation is None  # learned positions: a key cannot be turned to another one
+    else:
+        with pytest.raises(models.ModelError, match="ALiBi"):
+            models.load(str(tmp_path), device="cpu", dtype="float32")
+
+
+def test_layers_without_rope_have_no_turn(tmp_path):
+    """SmolLM3 leaves RoPE out of every fourth layer; turning those keys would be silently wrong."""
+    settings = {**tiny.SHAPE, "num_attention_heads": 4, "num_key_value_heads": 2, "no_rope_layers": [1, 1, 1, 0]}
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(transformers.SmolLM3Config(**settings)).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    assert models.load(str(tmp_path), device="cpu", dtype="float32").rotation is None
+
+
+def test_a_decode_that_differs_from_the_full_forward_is_an_identity_failure(loaded, monkeypatch):
+    model, _ = loaded
+    trial = Trial.run(model, tokens())
+    assert trial.identities()["cached decode equals full forward"] < 1e-4
+    honest = forward_module._masks
+
+    def blind(model, queries, keys):
+        """Hides three of the newest cached tokens from single-token decodes."""
+        masks = honest(model, queries, keys)
+        for mask in masks.values() if isinstance(masks, dict) else [masks]:
+            if mask.shape[2] == 1:
+                mask[..., -4:-1] = torch.finfo(model.dtype).min
+        return masks
+
+    monkeypatch.setattr(forward_module, "_masks", blind)
+    assert Trial.run(model, tokens()).identities()["cached decode equals full forward"] > model.tolerance

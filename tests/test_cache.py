@@ -62,6 +62,13 @@ def test_a_donor_at_other_positions_is_refused():
         stack([state(0.0), state(0.0, positions=(1, 2, 3))])
 
 
+def test_a_donor_of_another_model_is_refused():
+    with pytest.raises(CacheError, match="different shapes"):
+        state(0.0).replace(Cells(positions=(0,)), state(0.0, layers=3))
+    with pytest.raises(CacheError, match="different shapes"):
+        state(0.0).replace(Cells(positions=(0,)), state(0.0, heads=1))
+
+
 def test_slice_crop_splice_keep_positions():
     both = state(0.0).crop(2).splice(state(0.5, positions=(7, 8, 9)).slice(1, 3))
     assert both.positions.tolist() == [[0, 1, 8, 9]]

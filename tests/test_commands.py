@@ -40,7 +40,8 @@ def test_a_sample_with_spans_and_competence():
     assert "0 pairs dropped" in shown
     # the row of all pairs: 12 of them, 12 through the gate, both arms right, every argmax right
     row = next(line for line in shown.splitlines() if " all " in line)
-    assert row.split()[2:] == ["12"] * 4 + ["24", "of", "24", "8.00"] or "24 of 24" in row
+    cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+    assert cells == ["words_field_first", "all", "12", "12", "12", "12", "24 of 24", "8.00"]
     for span in ("field", "rule_value", "delimiter", "answer_prefix"):
         assert span in shown
 
@@ -69,6 +70,6 @@ def test_each_command_explains_itself(command):
 
 def test_timing_prints_every_row():
     out = console()
-    bench.run("planted-notes", out)
+    bench.run(configs.make(RunConfig, study="bench", flags={"model": "planted-notes"}), out)
     assert "prefill of 107 tokens" in text(out)
     assert "one token over 16 states of 960" in text(out)

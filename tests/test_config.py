@@ -30,6 +30,9 @@ def test_flags_override_files_and_none_means_not_given():
         ({"device": "tpu"}, "setting 'device'"),
         ({"level": 1.0}, "setting 'level'"),
         ({"pair": "both"}, "setting 'pair'"),
+        ({"resamples": 100}, "too few for level 0.95: use at least 200"),
+        ({"dtype": "bfloat16"}, "moves recovery by 0.1"),
+        ({"wording": "trigger"}, "of polarity pairs only"),
     ],
 )
 def test_values_out_of_bounds(flags, message):

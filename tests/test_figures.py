@@ -180,7 +180,7 @@ def test_the_papers_ranges_stand_beside_the_off_template_forms() -> None:
 def test_a_layout_without_an_included_pair_says_so() -> None:
     record = make_record(recoveries={"table_field_first": (0.05, 0.95), "table_rules_first": (0.5, 0.5)})
     instances = tuple(
-        one.model_copy(update={"status": "gated", "reason": "weak"})
+        one.model_copy(update={"status": "incompetent", "reason": "weak"})
         if one.layout == "table_rules_first" and one.status == "included"
         else one
         for one in record.instances

@@ -87,7 +87,7 @@ def instance(name: str, *, base: float, target: float, field: float, notes: floa
         group=name,
         seed=0,
         balance={},
-        status="included" if passed else "gated",
+        status="included" if passed else "incompetent",
         reason=None if passed else "gate",
         tokens=None,
         spans={},

@@ -83,6 +83,7 @@ def test_a_longer_query_block():
         (arm("open", " allow"), arm("shut shut", " deny"), 1, "arms of unequal token count"),
         (arm("open", " allow"), arm("shut", " allow ;"), 1, "both actions start with the same token"),
         (arm("open", " allow"), arm("shut", " deny"), 12, "the changed span reaches into the query block"),
+        (arm("open", " allow"), arm("shut", " deny"), 11, "no token between the changed span and the query block"),
         (
             arm("open", " allow", more="zebra "),
             arm("shut", " deny", more="zebra "),
@@ -121,6 +122,12 @@ def test_templates_that_cannot_be_used():
     with pytest.raises(prompts.PromptError, match="exactly once"):
         prompts.read_template(tokenizer, use=None, options={})
     assert prompts.read_template(tokenizer, use=False, options={}).before == ""
+    tokenizer.chat_template = "{{ messages[0].content }}<think>"
+    with pytest.raises(prompts.PromptError, match="thinking block"):
+        prompts.read_template(tokenizer, use=None, options={})
+    tokenizer.chat_template = "{{ raise_exception('a system turn is needed') }}"
+    with pytest.raises(prompts.PromptError, match="a system turn is needed"):
+        prompts.read_template(tokenizer, use=None, options={})
 
 
 def test_instances_refuse_a_wrong_construction():

@@ -115,7 +115,7 @@ def test_ids_are_unique() -> None:
 
 def test_an_excluded_instance_needs_a_reason() -> None:
     with pytest.raises(ValidationError, match="reason"):
-        records.Instance(**{**dict(make_record().instances[0]), "status": "gated"})
+        records.Instance(**{**dict(make_record().instances[0]), "status": "incompetent"})
 
 
 def test_records_are_frozen() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvnotes import config as configs
-from kvnotes import records, runner
+from kvnotes import memory, models, records, runner, weights
 from kvnotes.config import RunConfig
 from kvnotes.errors import UnknownName
-from kvnotes.resume import ResumeFile
+from kvnotes.resume import Finished, ResumeFile
 from probes import locality
 from tests import tiny
 
@@ -66,15 +66,87 @@ def test_a_killed_run_resumes_to_the_same_record(how, tmp_path):
     assert len(resumed.instances) == 200
 
 
-def test_a_resume_line_cut_short_is_measured_again(tmp_path):
-    settings = config(tmp_path)
-    runner.execute(locality, settings)
-    file = ResumeFile(tmp_path / "planted-mixed" / "locality" / "x.json", key={"config": "abc"})
-    file.start({})
-    with file.path.open("a") as stream:
-        stream.write('{"instance": {"id": "half')
+def test_only_what_is_missing_is_measured_again(tmp_path, monkeypatch):
+    measured = []
+    honest = locality.measure
+
+    def counting(trial, config):
+        if len(measured) == 5 and stop:
+            raise KeyboardInterrupt
+        measured.append(trial.pair.pair.id)
+        return honest(trial, config)
+
+    stop = True
+    monkeypatch.setattr(locality, "measure", counting)
+    with pytest.raises(KeyboardInterrupt):
+        runner.execute(locality, config(tmp_path))
+    stop = False
+    runner.execute(locality, config(tmp_path))
+    assert len(measured) == 12
+    assert len(set(measured)) == 12  # none twice
+
+
+@pytest.mark.parametrize(
+    ("damage", "kept"),
+    [
+        (b'{"instance": {"id": "half', 2),  # a line cut short by a kill
+        (b"\xff\xfe not text\n", 2),
+        (b'{"an": "object"}\n', 2),
+        (b"[]\n", 2),
+        (b"\0\0\0\n", 2),
+    ],
+)
+def test_a_damaged_resume_file_keeps_what_stands_before_the_damage(damage, kept, tmp_path):
+    record = runner.execute(locality, config(tmp_path, n=4))
+    done = {one.id: Finished(instance=one, identities={"a": 0.5}, noise=0.25) for one in record.instances[:2]}
+    file = ResumeFile(tmp_path / "x.json", key={"config": "abc"})
+    file.start(done)
+    with file.path.open("ab") as stream:
+        stream.write(damage)
+    assert len(file.read()) == kept
+    assert file.read() == done
+    assert ResumeFile(tmp_path / "x.json", key={"config": "other"}).read() == {}
+    file.path.write_bytes(damage)
     assert file.read() == {}
-    assert ResumeFile(tmp_path / "planted-mixed" / "locality" / "x.json", key={"config": "other"}).read() == {}
+    file.path.write_bytes(b"")
+    assert file.read() == {}
+
+
+def test_other_prompts_or_libraries_do_not_resume(tmp_path, monkeypatch):
+    folder = tiny.checkpoint("llama", tmp_path / "model")
+    model = models.load(str(folder), device="cpu", dtype="float32")
+    study = runner.Study(module=locality, config=config(tmp_path, model=str(folder)))
+    before = runner.resume_file(study, model).key
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    after = runner.resume_file(study, model).key
+    assert before != after
+    monkeypatch.setattr(runner.provenance, "versions", lambda: {"torch": "0"})
+    assert runner.resume_file(study, model).key != after
+
+
+def test_folders_of_one_name_do_not_share_records(tmp_path):
+    paths = {
+        runner.Study(module=locality, config=config(tmp_path, model=str(model))).path
+        for model in (
+            "planted-mixed",
+            tiny.checkpoint("llama", tmp_path / "a" / "planted-mixed"),
+            tiny.checkpoint("llama", tmp_path / "b" / "planted-mixed"),
+        )
+    }
+    assert len(paths) == 3
+    assert weights.run_name("Qwen/Qwen3-8B") == "qwen3-8b"  # the registry's entry of that repository
+
+
+def test_too_little_memory_stops_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 1000)
+    with pytest.raises(runner.RunError, match="are free; use a smaller LENGTH="):
+        runner.execute(locality, config(tmp_path))
+
+
+def test_a_long_query_block_skips_with_a_reason(tmp_path):
+    """In the rules-first layout at most a few tokens lie between the field and a query of 29."""
+    record = runner.execute(locality, config(tmp_path, layout="words_rules_first", query=29))
+    assert "no token between the changed span and the query block" in record.inclusion.excluded
 
 
 @pytest.mark.parametrize(

@@ -387,3 +387,8 @@ def test_natural_lengths():
                 [{"role": "user", "content": text(pair)}], tokenize=False, add_generation_prompt=True
             )
             assert low <= len(tok(prompt, add_special_tokens=False)["input_ids"]) <= high
+
+
+def test_a_length_that_a_layout_cannot_meet_is_said():
+    with pytest.raises(gated.TaskError, match="paper takes about"):
+        gated.generate(layout="paper", pair="field", n=2, seed=0, length=100)
