@@ -116,7 +116,7 @@ def test_diff_prints_what_differs(save) -> None:
     assert line(output, "field-only ", "0.300 [") == f"table_field_first field-only {row}"
     assert line(output, "field share ", "0.175 [").endswith("+0.125 overlap")
     assert "7 in both, 0 only in A, 0 only in B, 1 with another status" in output
-    assert "table_field_first/004: gated -> included" in output
+    assert "table_field_first/004: incompetent -> included" in output
     assert "largest change of a measure: table_field_first/000.field_only: -3.600 -> -1.600" in output
 
 
