@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from kvnotes import discover
+from kvnotes import discover, weights
 from kvnotes.errors import KVNotesError, UnknownName
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -31,7 +31,7 @@ class ConfigError(KVNotesError):
 class RunConfig(BaseModel):
     """Everything that decides a run's numbers. A study may subclass it to add its own settings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     study: str = Field(description="the study's name")
     model: str = Field(description="registry name, local folder, hub id or planted model")
@@ -48,9 +48,9 @@ class RunConfig(BaseModel):
     results: Path = Field(description="folder for records")
     gate_gap: float = Field(ge=0, description="least margin gap between the arms, in logits")
     level: float = Field(gt=0.5, lt=1, description="coverage of the intervals")
-    resamples: int = Field(ge=100, description="bootstrap resamples")
+    resamples: int = Field(ge=100, le=1_000_000, description="bootstrap resamples")
     equivalence: float = Field(gt=0, description="margin of the 'about 0' tests, in recovery")
-    identity: float = Field(gt=0, description="largest recovery error of an identity in float32")
+    identity: float = Field(gt=0, le=0.01, description="largest recovery error of an identity in float32")
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
@@ -65,7 +65,7 @@ class RunConfig(BaseModel):
 
     def hash(self) -> str:
         """SHA-256 of the settings that decide the numbers (not where the record goes)."""
-        chosen = self.model_dump(mode="json", exclude={"results"})
+        chosen = {**self.model_dump(mode="json", exclude={"results"}), "model": weights.run_name(self.model)}
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import shlex
 import subprocess
-import sys
 from datetime import UTC, datetime
 from importlib import metadata
+from typing import Any
 
 import kvnotes
+from kvnotes import config as configs
+from kvnotes import weights
 from kvnotes.config import RunConfig
 from kvnotes.discover import ROOT
 from kvnotes.records import Provenance
@@ -20,10 +23,10 @@ SOURCES = ("kvnotes", "tasks", "probes", "circuits", "configs")
 
 def collect(config: RunConfig, *, module: str) -> Provenance:
     """Provenance of a run of `module` with these settings, now."""
-    status = _git("status", "--porcelain", "--", ".", ":!results", ":!figures/out")
+    status = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results", ":!figures/out")
     return Provenance(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=" ".join(["python -m", module, *sys.argv[1:]]),
+        command=command(config, module=module),
         git_commit=_git("rev-parse", "HEAD"),
         git_dirty=None if status is None else bool(status),
         kvnotes_version=kvnotes.__version__,
@@ -31,9 +34,22 @@ def collect(config: RunConfig, *, module: str) -> Provenance:
         platform=f"{platform.system()} {platform.machine()}",
         versions=versions(),
         seed=config.seed,
-        config=config.model_dump(mode="json"),
+        config=settings(config),
         config_hash=config.hash(),
     )
+
+
+def settings(config: RunConfig) -> dict[str, Any]:
+    """The settings as a record keeps them: the model by the name of its records, and no path of this machine."""
+    return {**config.model_dump(mode="json", exclude={"results"}), "model": weights.run_name(config.model)}
+
+
+def command(config: RunConfig, *, module: str) -> str:
+    """The command that makes the record again: what differs from the config files, as flags."""
+    usual = configs.make(type(config), study=config.study, flags={}).model_dump(mode="json")
+    changed = {key: value for key, value in settings(config).items() if value != usual[key]}
+    flags = [part for key, value in changed.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    return shlex.join(["python", "-m", module, *flags])
 
 
 def versions() -> dict[str, str]:
@@ -62,6 +78,6 @@ def _git(*arguments: str) -> str | None:
     """Output of a git command in the repository; None without git or outside a checkout."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603, S607
-    except FileNotFoundError:
+    except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -52,6 +52,7 @@ HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 HUB_SECOND_COPIES = ["consolidated*", "original/*"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 PRECISIONS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+MIB = 1 << 20
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -175,13 +176,20 @@ def entry_for(name: str) -> ModelEntry:
 
 def run_name(name: str) -> str:
     """The name under which a model's records stand: the registry's or the hub's, and for a local folder its own with
-    eight digits of its path's SHA-256, so that no folder's records replace another model's.
+    eight digits of a hash of its weights (each file's first and last MiB), so that no folder's records replace
+    another model's.
     """
     path = Path(name).expanduser()
     if name in known_models() or not path.is_dir():
         known = {entry.hub: entry.name for entry in map(load_entry, known_models()) if entry.hub}
         return known.get(name, name)
-    return f"{path.resolve().name}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(stream.read(MIB))
+            stream.seek(max(0, file.stat().st_size - MIB))
+            digest.update(stream.read(MIB))
+    return f"{path.resolve().name}-{digest.hexdigest()[:8]}"
 
 
 def cache_folder() -> Path:

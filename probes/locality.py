@@ -36,10 +36,12 @@ def interventions(pair: TokenPair) -> list[CacheEdit]:
 
 
 def measure(trial: Trial, config: RunConfig) -> Measures:
-    """One pair's margins and recoveries by cache state."""
+    """One pair's margins, recoveries and probabilities of the target's action, by cache state."""
+    from kvnotes.readout import p_two
+
     margins = trial.margins(interventions(trial.pair))
     recovery = {name: trial.recovery(margin) for name, margin in margins.items()}
-    return {"margins": margins, "recovery": recovery}
+    return {"margins": margins, "recovery": recovery, "p_two": {name: p_two(m) for name, m in margins.items()}}
 
 
 def identities(trial: Trial, measures: Measures) -> dict[str, float]:

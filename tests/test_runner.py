@@ -130,7 +130,7 @@ def test_folders_of_one_name_do_not_share_records(tmp_path):
         for model in (
             "planted-mixed",
             tiny.checkpoint("llama", tmp_path / "a" / "planted-mixed"),
-            tiny.checkpoint("llama", tmp_path / "b" / "planted-mixed"),
+            tiny.checkpoint("llama", tmp_path / "b" / "planted-mixed", kv_heads=4),
         )
     }
     assert len(paths) == 3
@@ -217,6 +217,11 @@ def test_a_record_says_all_that_is_needed_to_defend_it(tmp_path):
         one.tokens.changed
     )
     assert one.hooks["field_only"] > 0
+    assert record.provenance.command == (
+        "python -m probes.locality --model planted-mixed --task planted --layout words_field_first --n 12"
+        " --resamples 500"
+    )
+    assert "results" not in record.provenance.config
     assert one.spans["field"] == ((one.tokens.changed[0], one.tokens.changed[0] + 1),)
     assert path.name == f"words_field_first-{record.provenance.config_hash[:8]}.json"  # not the default settings
     assert os.path.basename(str(tmp_path)) not in json.dumps(record.model_dump(mode="json", exclude={"provenance"}))
