@@ -7,7 +7,8 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
 # MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE RESULTS: each is the flag of its name; unset keeps the default.
-flag  = $(if $($(1)),--$(2) '$($(1))')
+quote = '$(subst ','\'',$(1))'
+flag  = $(if $($(1)),--$(2) $(call quote,$($(1))))
 FLAGS = $(strip $(call flag,MODEL,model) $(call flag,TASK,task) $(call flag,PAIR,pair) $(call flag,WORDING,wording) \
         $(call flag,LAYOUT,layout) \
         $(call flag,N,n) $(call flag,SEED,seed) $(call flag,LENGTH,length) $(call flag,DEVICE,device) \
@@ -15,7 +16,12 @@ FLAGS = $(strip $(call flag,MODEL,model) $(call flag,TASK,task) $(call flag,PAIR
 
 # A study's name is its file's stem; its module is found in the packages that hold studies.
 STUDIES := $(basename $(notdir $(filter-out %/__init__.py,$(wildcard probes/*.py circuits/*.py))))
-module   = $(subst /,.,$(basename $(wildcard probes/$(1).py circuits/$(1).py)))
+module   = $(if $(filter $(1),$(STUDIES)),$(subst /,.,$(basename $(wildcard probes/$(1).py circuits/$(1).py))))
+
+# A misspelled setting would be ignored, and the default model measured for minutes.
+KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE RESULTS R ARGS PYTHON VENV
+GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v)))
+$(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOWN),$(GIVEN)); known: $(KNOWN)))
 
 .PHONY: help setup check test models tasks probes calibrate figures show bench clean
 
@@ -49,7 +55,7 @@ tasks: $(READY) ## a coloured sample prompt with its spans, and competence by la
 	$(PY) -m kvnotes.cli tasks $(FLAGS)
 
 probe-%: $(READY) ## one study, such as probe-locality: record, figure, printed summary
-	@test -n '$(call module,$*)' || { echo "error: there is no study '$*'; known: $(STUDIES)" >&2; exit 2; }
+	@test -n '$(call module,$*)' || { echo "error: there is no study of that name; known: $(STUDIES)" >&2; exit 2; }
 	$(PY) -m $(call module,$*) $(FLAGS)
 
 probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other
@@ -58,11 +64,11 @@ calibrate: $(READY) ## every study on every planted model, expected beside measu
 	$(PY) -m kvnotes.cli calibrate $(call flag,RESULTS,results)
 
 figures: $(READY) ## every figure from the records under results/
-	$(PY) -m figures.build $(or $(RESULTS),results)
+	$(PY) -m figures.build $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results)
 
 show: $(READY) ## print a record: R=results/<model>/<study>/<layout>.json
-	@test -n '$(R)' || { echo "error: name a record: make show R=results/<model>/<study>/<layout>.json" >&2; exit 2; }
-	$(PY) -m kvnotes.cli show '$(R)'
+	@test -n $(call quote,$(R)) || { echo "error: name a record: make show R=results/<model>/<study>/<layout>.json" >&2; exit 2; }
+	$(PY) -m kvnotes.cli show $(call quote,$(R))
 
 bench: $(READY) ## seconds of load, prefill and decode on this machine
 	$(PY) -m kvnotes.cli bench $(call flag,MODEL,model) $(call flag,DEVICE,device) $(call flag,DTYPE,dtype)

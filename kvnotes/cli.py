@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -13,6 +13,9 @@ from rich.table import Table
 from kvnotes import commandline, records, report
 from kvnotes import config as configs
 from kvnotes.config import RunConfig
+
+if TYPE_CHECKING:
+    from kvnotes.sources import GGUFFile
 
 app = typer.Typer(
     help="Read the records of kvnotes studies, and see what they would run on.",
@@ -55,10 +58,16 @@ def models(
         weights.prepare(weights.entry_for(model))
     table = Table("model", "role", "weights", "source", "in the cache", box=box.SIMPLE_HEAD)
     for entry in map(weights.load_entry, weights.known_models()):
-        source = entry.hub if entry.gguf is None else f"hub or {len(entry.gguf.wheels)} wheels"
+        source = entry.hub if entry.gguf is None else " or ".join(_places(entry.gguf))
         ready = (weights.cache_folder() / "models" / entry.name / "manifest.json").exists()
-        table.add_row(entry.name, entry.role, entry.precision or "as published", source, "yes" if ready else "no")
+        held = "the hub's own cache" if entry.gguf is None else "yes" if ready else "no"
+        table.add_row(entry.name, entry.role, entry.precision or "as published", source, held)
     report.console().print(table)
+
+
+def _places(gguf: GGUFFile) -> list[str]:
+    """Where a GGUF file can be fetched from, in order."""
+    return [*([gguf.hub_repo] if gguf.hub_repo else []), f"{len(gguf.wheels)} wheels"]
 
 
 def _preview(config: RunConfig) -> None:

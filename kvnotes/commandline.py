@@ -54,15 +54,26 @@ def guard(app: Callable[[], Any]) -> None:
     except KVNotesError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        typer.echo(f"error: {error.name} is not installed: this needs the models extra, `make setup`", err=True)
+        sys.exit(2)
+    except OSError as error:
+        typer.echo(f"error: {error.strerror or error}: {error.filename or 'the output'}", err=True)
+        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
 
 def _signature(settings: type[RunConfig], study: str, without: frozenset[str]) -> inspect.Signature:
-    usual = configs.defaults(study)
+    try:
+        usual = configs.defaults(study)
+    except KVNotesError:  # a broken config file is told by the command that needs it, not by every other one
+        usual = {}
     return inspect.Signature(
         [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(info, usual[name]))
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(info, usual.get(name))
+            )
             for name, info in settings.model_fields.items()
             if name not in without | {"study"}
         ]
@@ -71,4 +82,4 @@ def _signature(settings: type[RunConfig], study: str, without: frozenset[str]) -
 
 def _option(info: Any, usual: Any) -> Any:
     kind = info.annotation if info.annotation in (int, float, Path) else str
-    return Annotated[kind | None, typer.Option(help=f"{info.description} [default: {usual}]")]
+    return Annotated[kind | None, typer.Option(help=f"{info.description} (default: {usual})")]

@@ -6,6 +6,7 @@ sum(margin - margin_base) / sum(margin_target - margin_base).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,24 +134,20 @@ class Scope:
         )
 
     def _none(self, name: str, label: str, why: str, *, control: bool = False) -> Effect:
-        return Effect(
-            name=name,
-            label=label,
-            layout=self.layout,
-            gated=self.gated,
-            control=control,
-            estimate=None,
+        from kvnotes import stats
+
+        nothing = stats.Interval(
+            estimate=math.nan,
             low=None,
             high=None,
             level=self.config.level,
             method="none",
             n=len(self.rows),
-            clusters=len(set(_scenarios(self.rows))),
-            mean_of_ratios=None,
-            unresolved=False,
+            clusters=0,
             warning=why,
-            test=None,
         )
+        more = {"mean_of_ratios": None, "unresolved": False, "test": None}
+        return self._effect(name, label, nothing, control=control, **more)
 
 
 def competence(instances: Sequence[Instance]) -> Table:

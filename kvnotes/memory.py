@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,12 @@ def estimate(model: Any, tokens: int) -> int:
     scores = 3 * shape["heads"] * tokens * tokens * max(size, 4)  # scores, softmax in float32, and its copy
     logits = 4 * ROWS * model.hf.config.vocab_size
     return states + scores + logits
+
+
+def weights_bytes(files: Iterable[Path], *, stored: str, dtype: torch.dtype) -> int:
+    """Bytes that weights stored as `stored` ("fp32", "bf16", ...) take in memory as `dtype`."""
+    bits = {"fp32": 32, "fp16": 16, "bf16": 16}.get(stored, 32)  # a dequantised file is stored as fp32
+    return sum(path.stat().st_size for path in files) * torch.finfo(dtype).bits // bits
 
 
 def available(device: torch.device) -> int:

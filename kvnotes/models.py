@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes import planted, weights
+from kvnotes import memory, planted, weights
 from kvnotes.cache import Cells, KVState, Rotation
 from kvnotes.errors import KVNotesError, UnknownName
 from kvnotes.forward import Windows, decode, prefill
 from kvnotes.records import Bounded
+from kvnotes.sources import disk_errors
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -97,6 +100,15 @@ class Model:
         return 2 * s["layers"] * s["kv_heads"] * s["d_head"] * torch.finfo(self.dtype).bits // 8
 
 
+@contextmanager
+def _runs(name: str) -> Iterator[None]:
+    """Turn what an unknown architecture raises in the bridge or under our masks into one ModelError."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as err:
+        raise ModelError(f"{name} does not run through the bridge with explicit masks and caches: {err!r}") from err
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unproved:
     """A booted model, and plain transformers' logits of the last of `tokens`, taken before the bridge was booted."""
@@ -112,13 +124,12 @@ def load(name: str, *, device: str, dtype: str) -> Model:
     Raises ModelError for an architecture without per-token K/V, a missing device or a failed self-check;
     WeightsError for files that are missing, tampered with or not safetensors.
     """
-    try:
-        booted = boot(name, device=device, dtype=dtype)
+    booted = boot(name, device=device, dtype=dtype)
+    with _runs(name):
         checks = self_check(booted)
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as err:
-        raise ModelError(f"{name} does not run through the bridge with explicit masks and caches: {err!r}") from err
+        turns = _turns(booted)
     floor = float(checks["cached decode equals full forward"].value or 0.0)
-    rotation = booted.model.rotation if _turns(booted) else None
+    rotation = booted.model.rotation if turns else None
     return replace(booted.model, checks=checks, noise_floor=floor, rotation=rotation)
 
 
@@ -126,24 +137,32 @@ def boot(name: str, *, device: str, dtype: str) -> Unproved:
     """Verified weights -> plain model -> bridge, without the self-check. Raises as `load` does."""
     place, precision = _device(device), getattr(torch, dtype)
     entry, prepared = resolve(name)
+    need = memory.weights_bytes(prepared.folder.glob("*.safetensors"), stored=prepared.precision, dtype=precision)
+    if need > memory.available(place):
+        raise ModelError(
+            f"{name} takes {need / 1e9:.1f} GB as {dtype}, more than is free; use a smaller MODEL= or DTYPE="
+        )
     plain, tokenizer = _from_folder(entry, prepared, precision)
     plain = plain.to(device=place).eval()  # never .to(dtype): it would round the rotary frequencies too
-    windows, rotation = _windows(plain.config), _rotation(plain)
-    tokens = check_tokens(tokenizer, windows)
-    with torch.no_grad():
-        reference = plain(torch.tensor([tokens], device=place), use_cache=False, logits_to_keep=1).logits[0, -1].float()
-    model = Model(
-        name=weights.run_name(name),
-        bridge=_bridge(plain, tokenizer, place),
-        hf=plain,
-        tokenizer=tokenizer,
-        entry=entry,
-        prepared=prepared,
-        device=place,
-        dtype=precision,
-        windows=windows,
-        rotation=rotation,
-    )
+    with _runs(name):
+        windows, rotation = _windows(plain.config), _rotation(plain)
+        tokens = check_tokens(tokenizer, windows)
+        with torch.no_grad():
+            reference = (
+                plain(torch.tensor([tokens], device=place), use_cache=False, logits_to_keep=1).logits[0, -1].float()
+            )
+        model = Model(
+            name=weights.run_name(name),
+            bridge=_bridge(plain, tokenizer, place),
+            hf=plain,
+            tokenizer=tokenizer,
+            entry=entry,
+            prepared=prepared,
+            device=place,
+            dtype=precision,
+            windows=windows,
+            rotation=rotation,
+        )
     return Unproved(model=model, tokens=tokens, reference=reference)
 
 
@@ -159,7 +178,9 @@ def files_sha256(folder: Path) -> str:
 def resolve(name: str) -> tuple[weights.ModelEntry, weights.Prepared]:
     """The registry entry and the verified local files of a model name."""
     if name in planted.PLANTED:
-        folder = planted.build(name, weights.cache_folder() / "planted" / name)
+        cache = weights.cache_folder()
+        with disk_errors(cache):
+            folder = planted.build(name, cache / "planted" / name)
         entry = weights.entry_for(str(folder))
         return entry, replace(weights.prepare(entry), source="kvnotes.planted, weights set by hand")
     try:
@@ -271,7 +292,7 @@ def _from_folder(entry: weights.ModelEntry, prepared: weights.Prepared, dtype: t
     try:
         config = AutoConfig.from_pretrained(prepared.folder, trust_remote_code=False, local_files_only=True)
         refuse(entry.name, config)
-        plain = AutoModelForCausalLM.from_pretrained(
+        plain, loaded = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             prepared.folder,
             config=config,
             dtype=dtype,
@@ -279,10 +300,17 @@ def _from_folder(entry: weights.ModelEntry, prepared: weights.Prepared, dtype: t
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            output_loading_info=True,
         )
-        tokenizer = weights.load_tokenizer(prepared.folder)
+        tokenizer = weights.load_tokenizer(prepared.folder, converted=entry.gguf is not None)
     except (OSError, ValueError) as err:
         raise ModelError(f"{entry.name} cannot be loaded from {prepared.folder}: {err}") from err
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if wrong := sorted(map(str, loaded[what])):
+            raise ModelError(
+                f"{entry.name}: config and weights do not belong together, {what.replace('_', ' ')}: "
+                f"{', '.join(wrong[:3])}{' and more' if wrong[3:] else ''}; save or download the whole model again"
+            )
     if not tokenizer.is_fast:
         raise ModelError(f"{entry.name} has no fast tokenizer, and only those give the offsets that spans need")
     return plain, tokenizer

@@ -199,6 +199,9 @@ def build(name: str, folder: Path) -> Path:
     """
     if name not in PLANTED:
         raise UnknownName(kind="planted model", name=name, known=PLANTED)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     from kvnotes import planted_weights
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -85,12 +85,6 @@ def tokenise(pair: Pair, *, tokenizer: Any, template: Template, query: int) -> T
         base_action=actions[0],
         target_action=actions[1],
     )
-
-
-def tokenise_all(pairs: list[Pair], *, tokenizer: Any, template: Template, query: int) -> Iterator[TokenPair | Skipped]:
-    """`tokenise` for each pair, in order."""
-    for pair in pairs:
-        yield tokenise(pair, tokenizer=tokenizer, template=template, query=query)
 
 
 @dataclass(frozen=True)

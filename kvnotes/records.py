@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 ARRAY_LIMIT_BYTES = 5_000_000  # a larger array belongs in a safetensors file beside the record
+CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])", re.IGNORECASE)
 _LINE = 110  # characters up to which a nested value stays on one line of the file
 
 
@@ -495,10 +496,11 @@ def write_atomically(data: bytes, path: Path) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        _cannot_write(path, error)
+        cannot_write(path, error)
 
 
-def _cannot_write(path: Path, error: OSError) -> NoReturn:
+def cannot_write(path: Path, error: OSError) -> NoReturn:
+    """Raise the RecordError of a file that the disk or the folder does not take, with cause and fix."""
     cause = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = f"Free at least the size of the file on the disk of {path.parent}, then run again."
@@ -529,6 +531,10 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
             f"{path}: not JSON (line {error.lineno}, column {error.colno}: {error.msg}); the file is cut off "
             "or was edited. Restore it or run its study again."
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise RecordError(f"{path}: not a record: {type(error).__name__} while reading it.") from error
+    if CONTROL.search(text):
+        raise RecordError(f"{path}: not a record: it holds control characters, which could hide text in a terminal.")
     if not isinstance(data, dict):
         raise RecordError(f"{path}: not a record: a JSON object is wanted, this is a {type(data).__name__}.")
     return data

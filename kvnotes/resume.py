@@ -43,6 +43,8 @@ class ResumeFile:
             first, *lines = self.path.read_bytes().split(b"\n")[:-1] or [b""]  # whole lines end with a newline
         except FileNotFoundError:
             return {}
+        except OSError as err:
+            records.cannot_write(self.path, err)
         found: dict[str, Finished] = {}
         try:
             if json.loads(first) != self.key:
@@ -61,10 +63,13 @@ class ResumeFile:
 
     def add(self, finished: Finished) -> None:
         """Append one instance and hand it to the disk, so that a kill loses none that was measured."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{finished.line()}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{finished.line()}\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as err:
+            records.cannot_write(self.path, err)
 
     def remove(self) -> None:
         """Drop the file: the record holds everything now."""

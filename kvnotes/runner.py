@@ -86,9 +86,9 @@ def execute(module: ModuleType, config: RunConfig) -> Record:
     record = records.write(build(study, model, finished, clock), study.path)
     resume_file(study, model).remove()
     report.show(record, report.console())
-    console.print(f"record: {study.path}")
+    console.print(f"record: {study.path}", soft_wrap=True)
     for path in _draw(study, record):
-        console.print(f"figure: {path}")
+        console.print(f"figure: {path}", soft_wrap=True)
     return record
 
 

@@ -92,7 +92,16 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 f"the disk is full: {folder} cannot take the weights ({error.strerror}). Free some space or "
                 "point KVNOTES_CACHE at a folder on a larger disk; the next run starts cleanly."
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOTDIR,
+            errno.EEXIST,
+            errno.ENOENT,
+            errno.EISDIR,
+            errno.ELOOP,
+        ):
             raise WeightsError(
                 f"cannot use the cache folder {folder} ({error.strerror}). "
                 "Make it a writable folder or point KVNOTES_CACHE at one."
@@ -196,7 +205,9 @@ def _remove_unfinished(path: Path) -> None:
 
 def _open_hub(url: str, *, start: int) -> http.client.HTTPResponse:
     """Open a URL at byte `start`; the answer must come within `HUB_ANSWER_S`, name resolution included."""
-    request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})  # noqa: S310 (fixed scheme)
+    if not url.startswith(("http://", "https://")):
+        raise _SourceFailedError(f"{url} is no http address; correct HF_ENDPOINT")
+    request = Request(url, headers={"Range": f"bytes={start}-"} if start else {})  # noqa: S310 (scheme checked)
     answer: list[http.client.HTTPResponse | Exception] = []
 
     def ask() -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-import struct
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 REGISTRY = Path(__file__).resolve().parents[1] / "configs" / "models"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"[^/\\]+\.safetensors")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # Of a hub repository: never pickled weights, nor the second copy of the weights that some repositories carry.
 HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
@@ -218,8 +220,8 @@ def prepare(entry: ModelEntry, *, progress: bool = True) -> Prepared:
         return _identify(entry, folder)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a prepared folder.
+def load_tokenizer(folder: Path, *, converted: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a prepared folder; `converted` says whether it was made from a GGUF file. Raises WeightsError.
 
     A converted folder's tokenizer.json is taken as it stands. `AutoTokenizer` would replace Qwen2's with its
     own class, which composes Unicode characters first, so that ids and offsets of decomposed text would
@@ -227,8 +229,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
-    converted = (folder / "manifest.json").exists()
-    return (PreTrainedTokenizerFast if converted else AutoTokenizer).from_pretrained(folder)
+    kind = PreTrainedTokenizerFast if converted else AutoTokenizer
+    try:
+        return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise WeightsError(
+            f"the tokenizer in {folder} cannot be loaded without running its own code: {error}"
+        ) from error
 
 
 def _prepare_gguf(entry: ModelEntry, gguf: GGUFFile, progress: Progress) -> Prepared:
@@ -321,6 +328,7 @@ def _snapshot(repo: str) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
@@ -331,7 +339,7 @@ def _snapshot(repo: str) -> Path:
         raise WeightsError(
             f"the hub repository {repo} is gated: accept its license on the hub, then log in with `hf auth login`."
         ) from error
-    except RepositoryNotFoundError as error:
+    except (RepositoryNotFoundError, HFValidationError) as error:
         raise WeightsError(f"the hub has no repository {repo!r}, or it is private; check the id.") from error
     except LocalEntryNotFoundError as error:
         raise WeightsError(
@@ -364,10 +372,9 @@ def _safetensors(folder: Path) -> list[Path]:
     """The files that hold the weights: one file, or the shards that its index names."""
     if not (folder / "config.json").exists():
         raise WeightsError(f"{folder} has no config.json, so it is not a Hugging Face model folder.")
-    index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
-    if index.exists() and not (folder / names[0]).exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if not (folder / names[0]).exists() and (folder / INDEX).exists():
+        names = _shards(folder / INDEX)
     missing = [name for name in names if not (folder / name).exists()]
     if not missing:
         return [folder / name for name in names]
@@ -381,6 +388,20 @@ def _safetensors(folder: Path) -> list[Path]:
     raise WeightsError(f"{folder} lacks {', '.join(missing)}; save or download the whole model again.")
 
 
+def _shards(index: Path) -> list[str]:
+    """The files that an index names: safetensors beside it and nothing else, so that no pickle comes in this way."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(
+            f"{index} is not an index of safetensors files ({error!r}); save the model again."
+        ) from error
+    strange = [name for name in names if not SHARD.fullmatch(str(name))]
+    if strange or not names:
+        raise WeightsError(f"{index} names {strange or 'no file'}: only .safetensors files beside it are read.")
+    return names
+
+
 def _digest(files: Iterable[Path]) -> str:
     """The SHA-256 of one file; of several, that of their lines as `sha256sum` prints them."""
     sums = [(sha256_of(path), path.name) for path in files]
@@ -390,15 +411,22 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 def _stored_precision(files: Iterable[Path]) -> str:
-    """The number format of the weights, such as "bf16": the one that most of the stored elements have."""
+    """The number format of the weights, such as "bf16": the one that most of the stored elements have.
+
+    Opening a file checks its header against its length; raises WeightsError for one that is damaged or cut short.
+    """
+    from safetensors import SafetensorError, safe_open
+
     sizes: dict[str, int] = {}
     for path in files:
-        with path.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                start, end = tensor["data_offsets"]
-                sizes[tensor["dtype"]] = sizes.get(tensor["dtype"], 0) + end - start
+        try:
+            with safe_open(path, framework="numpy") as stored:
+                for name in stored.keys():  # noqa: SIM118 (not a mapping)
+                    tensor = stored.get_slice(name)
+                    sizes[tensor.get_dtype()] = sizes.get(tensor.get_dtype(), 0) + math.prod(tensor.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{path} is damaged or cut short ({error}); save or download it again.") from error
+    if not sizes:
+        raise WeightsError(f"{', '.join(map(str, files))} hold no tensor; save or download the model again.")
     most = max(sizes, key=lambda dtype: sizes[dtype])
     return PRECISIONS.get(most, most.lower())

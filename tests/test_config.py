@@ -87,5 +87,6 @@ def test_help_answers_in_under_a_second_and_lists_every_setting():
     assert done.returncode == 0
     for name in set(RunConfig.model_fields) - {"study"}:
         assert f"--{name.replace('_', '-')}" in done.stdout
+    assert "(default: 48)" in done.stdout
     # the processor's seconds, which are the wall clock's unless the machine is busy
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0

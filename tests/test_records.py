@@ -382,3 +382,11 @@ def test_records_need_no_torch() -> None:
     heavy = "[m for m in ('torch', 'transformers', 'transformer_lens') if m in sys.modules]"
     done = subprocess.run([sys.executable, "-c", f"{code}print({heavy})"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_hostile_json_is_one_clear_error(tmp_path):
+    path = tmp_path / "hostile.json"
+    for text in ("[" * 200_000, "1" * 10_000, '{"title": "\\u001b]0;owned"}'):
+        path.write_text(text)
+        with pytest.raises(RecordError, match=r"hostile\.json"):
+            records.read(path)

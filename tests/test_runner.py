@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvnotes import config as configs
-from kvnotes import memory, models, records, runner, weights
+from kvnotes import discover, memory, models, records, runner, weights
 from kvnotes.config import RunConfig
 from kvnotes.errors import UnknownName
 from kvnotes.resume import Finished, ResumeFile
@@ -138,8 +140,12 @@ def test_folders_of_one_name_do_not_share_records(tmp_path):
 
 
 def test_too_little_memory_stops_before_it_starts(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "estimate", lambda model, tokens: 10**18)
+        with pytest.raises(runner.RunError, match="are free; use a smaller LENGTH="):
+            runner.execute(locality, config(tmp_path))
     monkeypatch.setattr(memory, "available", lambda device: 1000)
-    with pytest.raises(runner.RunError, match="are free; use a smaller LENGTH="):
+    with pytest.raises(models.ModelError, match="more than is free"):
         runner.execute(locality, config(tmp_path))
 
 
@@ -176,7 +182,7 @@ def test_an_unknown_study_suggests_the_nearest():
     done = subprocess.run(["make", "probe-localty", "PYTHON=false"], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     with pytest.raises(UnknownName, match="did you mean 'locality'"):
-        runner.discover.study("localty")
+        discover.study("localty")
 
 
 def test_a_results_folder_that_cannot_be_written(tmp_path):
@@ -188,18 +194,100 @@ def test_a_results_folder_that_cannot_be_written(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_pickled_weights_and_remote_code_are_refused(tmp_path):
-    folder = tiny.checkpoint("llama", tmp_path / "pickled")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "pickle" in run(tmp_path / "r", "--model", str(folder)).stderr
-    folder = tiny.checkpoint("llama", tmp_path / "remote")
-    settings = json.loads((folder / "config.json").read_text())
-    settings |= {"model_type": "made_up", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.M"}}
-    (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "evil.py").write_text("raise SystemExit('remote code ran')")
-    done = run(tmp_path / "r", "--model", str(folder))
-    assert done.returncode == 2
-    assert "remote code ran" not in done.stderr + done.stdout
+def load(folder: Path):
+    return models.load(str(folder), device="cpu", dtype="float32")
+
+
+def edit(path: Path, **settings) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def test_remote_code_never_runs_even_if_the_user_would_say_yes(tmp_path):
+    trap = tmp_path / "ran"
+    evil = f"open({str(trap)!r}, 'w').close()\nraise SystemExit"
+    model = tiny.checkpoint("llama", tmp_path / "model")
+    (model / "evil.py").write_text(evil)
+    edit(
+        model / "config.json", model_type="made_up", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    )
+    tokenizer = tiny.checkpoint("llama", tmp_path / "tokenizer")
+    (tokenizer / "evil.py").write_text(evil)
+    edit(tokenizer / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]})
+    for folder in (model, tokenizer):
+        process = start(tmp_path / "r", "--model", str(folder), stdin=subprocess.PIPE)
+        _, err = process.communicate("y\ny\n", timeout=120)
+        assert process.returncode == 2
+        assert "Traceback" not in err
+    assert not trap.exists()
+
+
+def test_only_whole_safetensors_are_read(tmp_path):
+    folder = tiny.checkpoint("llama", tmp_path / "m")
+    weights_file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = weights_file.read_bytes()
+    for broken in (b"", whole[: len(whole) // 2], (2**62).to_bytes(8, "little") + whole[8:]):
+        weights_file.write_bytes(broken)
+        with pytest.raises(weights.WeightsError, match="damaged or cut short"):
+            load(folder)
+    weights_file.rename(folder / "w.bin")
+    with pytest.raises(weights.WeightsError, match="pickle"):
+        load(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "w.bin"}}))
+    with pytest.raises(weights.WeightsError, match=r"only \.safetensors files beside it"):
+        load(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
+    with pytest.raises(weights.WeightsError, match=r"only \.safetensors files beside it"):
+        load(folder)
+    index.write_text("{}")
+    with pytest.raises(weights.WeightsError, match="not an index"):
+        load(folder)
+
+
+def test_weights_that_lack_a_tensor_are_refused_not_made_up(tmp_path):
+    folder = tiny.checkpoint("llama", tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    dropped = {name: t for name, t in tensors.items() if "layers.2.self_attn" not in name}
+    save_file(dropped, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(models.ModelError, match=r"missing keys: model\.layers\.2\.self_attn"):
+        load(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder / "config.json", num_hidden_layers=3)
+    with pytest.raises(models.ModelError, match="unexpected keys"):
+        load(folder)
+
+
+def test_a_results_folder_that_vanishes_is_one_line(tmp_path, monkeypatch):
+    honest = locality.measure
+
+    def vanishing(trial, config):
+        shutil.rmtree(tmp_path / "r")
+        return honest(trial, config)
+
+    monkeypatch.setattr(locality, "measure", vanishing)
+    with pytest.raises(records.RecordError, match="cannot be written"):
+        runner.execute(locality, config(tmp_path / "r"))
+
+
+def test_a_cache_that_is_no_folder_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("KVNOTES_CACHE", str(tmp_path / "file"))
+    with pytest.raises(weights.WeightsError, match="KVNOTES_CACHE"):
+        runner.execute(locality, config(tmp_path / "r"))
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *arguments], capture_output=True, text=True, check=False, cwd=discover.ROOT)
+
+
+def test_make_knows_its_settings_and_studies():
+    misspelled = make("-n", "probe-locality", "LAYUOT=all")
+    assert misspelled.returncode == 2
+    assert "unknown setting LAYUOT" in misspelled.stderr
+    quoted = make("-n", "probe-locality", "MODEL=it's $$(touch x)", "N=3", "PAIR=polarity")
+    assert quoted.stdout.splitlines()[-1].endswith("--model 'it'\\''s $(touch x)' --pair 'polarity' --n '3'")
+    for study in ("probe-localty", "probe-__init__", "probe-*"):
+        recipe = make("-n", study).stdout
+        assert "test -n ''" in recipe  # which fails, and says which studies there are
 
 
 def test_a_record_says_all_that_is_needed_to_defend_it(tmp_path):
