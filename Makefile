@@ -6,20 +6,20 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-# MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE RESULTS: each is the flag of its name; unset keeps the default.
+# MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE RESULTS: each is the flag of its name; unset keeps the default.
 quote = '$(subst ','\'',$(1))'
 flag  = $(if $($(1)),--$(2) $(call quote,$($(1))))
 FLAGS = $(strip $(call flag,MODEL,model) $(call flag,TASK,task) $(call flag,PAIR,pair) $(call flag,WORDING,wording) \
         $(call flag,LAYOUT,layout) \
         $(call flag,N,n) $(call flag,SEED,seed) $(call flag,LENGTH,length) $(call flag,DEVICE,device) \
-        $(call flag,DTYPE,dtype) $(call flag,RESULTS,results))
+        $(call flag,DTYPE,dtype) $(call flag,ENGINE,engine) $(call flag,RESULTS,results))
 
 # A study's name is its file's stem; its module is found in the packages that hold studies.
 STUDIES := $(basename $(notdir $(filter-out %/__init__.py,$(wildcard probes/*.py circuits/*.py))))
 module   = $(if $(filter $(1),$(STUDIES)),$(subst /,.,$(basename $(wildcard probes/$(1).py circuits/$(1).py))))
 
 # A misspelled setting would be ignored, and the default model measured for minutes.
-KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE RESULTS R ARGS PYTHON VENV
+KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE RESULTS R ARGS PYTHON VENV
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v)))
 $(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOWN),$(GIVEN)); known: $(KNOWN)))
 
@@ -28,7 +28,7 @@ $(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOW
 help: ## what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  studies: $(STUDIES)"
-	@echo "  settings: MODEL= TASK= PAIR= WORDING= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= RESULTS="
+	@echo "  settings: MODEL= TASK= PAIR= WORDING= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= ENGINE= RESULTS="
 
 setup: $(READY) ## create .venv with the versions known to work together
 

@@ -99,14 +99,9 @@ class KVState:
     def replace(self, cells: Cells, donor: KVState | None) -> KVState:
         """A new state with these cells taken from `donor` at the same indices; None zeroes them.
 
-        Raises CacheError where no cell would be named, or where donor and state differ in shape or positions.
+        Raises CacheError as `check` does.
         """
-        if cells.count(self) == 0:
-            raise CacheError("the edit names no cell; an intervention that changes nothing is a mistake")
-        if donor is not None and not torch.equal(self.positions, donor.positions):
-            raise CacheError("donor and state hold tokens at different positions; shift or slice one of them first")
-        if donor is not None and _shapes(donor) != _shapes(self):
-            raise CacheError("donor and state have tensors of different shapes: they come from different models")
+        self.check(cells, donor)
         chosen = range(self.n_layers) if cells.layers is None else cells.layers
         layers = list(self.layers)
         for i in chosen:
@@ -115,6 +110,16 @@ class KVState:
                 for name, t in self.layers[i].items()
             }
         return KVState(tuple(layers), self.positions)
+
+    def check(self, cells: Cells, donor: KVState | None) -> None:
+        """Raise CacheError where an edit names no cell or one out of range, or where donor and state differ in shape
+        or positions."""
+        if cells.count(self) == 0:
+            raise CacheError("the edit names no cell; an intervention that changes nothing is a mistake")
+        if donor is not None and not torch.equal(self.positions, donor.positions):
+            raise CacheError("donor and state hold tokens at different positions; shift or slice one of them first")
+        if donor is not None and _shapes(donor) != _shapes(self):
+            raise CacheError("donor and state have tensors of different shapes: they come from different models")
 
     def splice(self, *others: KVState) -> KVState:
         """This state followed by `others`, each at the positions it carries (shift first to move it)."""

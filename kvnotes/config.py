@@ -43,6 +43,9 @@ class RunConfig(BaseModel):
     seed: int = Field(ge=0, description="seed of pairs, fillers, resamples and draws")
     length: int = Field(ge=0, le=100_000, description="prompt length in tokens, about; 0 is the layout's own")
     query: int = Field(ge=1, description="tokens of the query block, recomputed over the cache")
+    engine: Literal["rows", "hooks"] = Field(
+        description="rows: many interventions a forward; hooks: bridge hooks, a whole forward each, the reference"
+    )
     device: str = Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:<i>")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(description="precision of the forward passes")
     results: Path = Field(description="folder for records")

@@ -1,9 +1,9 @@
 """The one way a model is run: tokens at explicit positions over frozen states, with an explicit mask.
 
-Plain Hugging Face calling conventions on the bridge's own modules, so TransformerLens hooks fire and every
-architecture's norms, rotary code, soft-caps and experts are its own. The mask is always given in full (4-D, per
-layer kind where the model has several), computed from positions: windows hold for spliced and edited caches too,
-and no cache is ever grown in place.
+Plain Hugging Face calling conventions, so every architecture's norms, rotary code, soft-caps and experts are its own,
+on modules that no bridge wraps where there are such (`rows.twin`). The mask is always given in full (4-D, per layer
+kind where the model has several), computed from positions: windows hold for spliced and edited caches too. No cache is
+ever grown in place.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def forward(
         keep=keep,
     )
     # Without a window the mask of a prefill may be large; it is one [new, keys] plane for all rows and heads.
-    out = model.hf(
+    out = (model.hf if model.twin is None else model.twin)(
         input_ids=tokens,
-        attention_mask=_masks(model, positions, keys),
+        attention_mask=masks(model, positions, keys),
         position_ids=positions[None].expand(tokens.shape[0], -1),
         past_key_values=frozen,
         use_cache=True,
@@ -189,7 +189,7 @@ def _check(tokens: Tensor, positions: Tensor, past: Sequence[KVState] | None, ov
         raise CacheError("recomputed tokens must stand at the positions of the distinct cells they replace")
 
 
-def _masks(model: Any, queries: Int[Tensor, "new"], keys: Int[Tensor, "keys"]) -> Any:
+def masks(model: Any, queries: Int[Tensor, "new"], keys: Int[Tensor, "keys"]) -> Any:
     """Additive masks: one tensor, or one a layer kind where the model looks them up by kind."""
     seen = keys[None, :] <= queries[:, None]
     if not model.windows.by_kind:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes import memory, planted, weights
+from kvnotes import memory, planted, rows, weights
 from kvnotes.cache import Cells, KVState, Rotation
 from kvnotes.errors import KVNotesError, UnknownName
 from kvnotes.forward import Windows, decode, prefill
@@ -61,6 +61,7 @@ class Model:
     name: str
     bridge: Any
     hf: Any
+    twin: Any | None  # the same weights in modules that no bridge wraps: what forwards and rows run on
     tokenizer: Any
     entry: weights.ModelEntry
     prepared: weights.Prepared
@@ -153,6 +154,7 @@ def boot(name: str, *, device: str, dtype: str) -> Unproved:
             )
         model = Model(
             name=weights.run_name(name),
+            twin=rows.twin(plain),
             bridge=_bridge(plain, tokenizer, place),
             hf=plain,
             tokenizer=tokenizer,
@@ -221,6 +223,7 @@ def self_check(booted: Unproved) -> dict[str, Bounded]:
     least = 10 * max(*errors.values(), 1e-5)  # an effect must stand well above this model's own errors
     checks = {what: Bounded(value=v, bound=model.tolerance, passed=v <= model.tolerance) for what, v in errors.items()}
     checks |= {what: Bounded(value=v, bound=least, passed=v > least) for what, v in reach.items()}
+    checks["a prefix does not depend on what follows"] = _prefix_check(model, tokens, state)
     same = past.fingerprint() == before
     checks["a forward leaves its state unchanged"] = Bounded(value=float(not same), bound=0.0, passed=same)
     for what, check in checks.items():
@@ -230,6 +233,15 @@ def self_check(booted: Unproved) -> dict[str, Bounded]:
                 "numbers would be wrong; check the installed transformers and transformer-lens against constraints.txt"
             )
     return checks
+
+
+def _prefix_check(model: Model, tokens: list[int], state: KVState) -> Bounded:
+    """The first half's cells against those of a forward with another second half: exactly equal, but where tokens
+    share expert batches, whose rounding depends on all of them."""
+    half = len(tokens) // 2
+    _, other = prefill(model, [*tokens[:half], *reversed(tokens[half:])], start=0)
+    value, bound = state.deviation(other, start=0, stop=half), model.tolerance if model.mixes_experts else 0.0
+    return Bounded(value=value, bound=bound, passed=value <= bound)
 
 
 def _turns(booted: Unproved) -> bool:

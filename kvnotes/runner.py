@@ -167,7 +167,7 @@ def _one(study: Study, model: Model, pair: TokenPair | Skipped) -> Finished:
     if isinstance(pair, Skipped):
         return Finished(instance=_skipped(pair), identities={}, noise=0.0)
     started = time.perf_counter()
-    trial = Trial.run(model, pair)
+    trial = Trial.run(model, pair, engine=study.config.engine)
     measures = study.module.measure(trial, study.config)
     own = getattr(study.module, "identities", None)
     identities = trial.identities() | (own(trial, measures) if own else {})

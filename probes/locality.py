@@ -16,14 +16,15 @@ from kvnotes.runner import main
 
 if TYPE_CHECKING:
     from kvnotes.instance import TokenPair
-    from kvnotes.sweep import CacheEdit, Trial
+    from kvnotes.interventions import CacheEdit
+    from kvnotes.sweep import Trial
 
 TITLE = "Locality: field-only against notes-only"
 
 
 def interventions(pair: TokenPair) -> list[CacheEdit]:
     """The cache states, and the two mirror images that must equal them."""
-    from kvnotes.sweep import CacheEdit
+    from kvnotes.interventions import CacheEdit
 
     field, notes = pair.changed, pair.downstream
     return [

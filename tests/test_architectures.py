@@ -212,9 +212,12 @@ def test_experts_that_batch_tokens_keep_an_exact_prefix(tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
     model = models.load(str(tiny.checkpoint("mixtral", tmp_path, **wide)), device="cpu", dtype="float32")
     assert model.mixes_experts
-    trial = Trial.run(model, tokens())
+    trial = Trial.run(model, tokens(), engine="rows")
     assert max(trial.identities().values()) < 1e-4
     assert trial.identities()["prefix deviation"] == 0.0
+    dense = models.load(str(tiny.checkpoint("llama", tmp_path / "dense", **wide)), device="cpu", dtype="float32")
+    assert dense.checks["a prefix does not depend on what follows"].value == 0.0
+    assert dense.checks["a prefix does not depend on what follows"].bound == 0.0
 
 
 @pytest.mark.parametrize(
@@ -248,9 +251,9 @@ def test_layers_without_rope_have_no_turn(tmp_path):
 
 def test_a_decode_that_differs_from_the_full_forward_is_an_identity_failure(loaded, monkeypatch):
     model, _ = loaded
-    trial = Trial.run(model, tokens())
+    trial = Trial.run(model, tokens(), engine="rows")
     assert trial.identities()["cached decode equals full forward"] < 1e-4
-    honest = forward_module._masks
+    honest = forward_module.masks
 
     def blind(model, queries, keys):
         """Hides three of the newest cached tokens from single-token decodes."""
@@ -260,5 +263,5 @@ def test_a_decode_that_differs_from_the_full_forward_is_an_identity_failure(load
                 mask[..., -4:-1] = torch.finfo(model.dtype).min
         return masks
 
-    monkeypatch.setattr(forward_module, "_masks", blind)
-    assert Trial.run(model, tokens()).identities()["cached decode equals full forward"] > model.tolerance
+    monkeypatch.setattr(forward_module, "masks", blind)
+    assert Trial.run(model, tokens(), engine="rows").identities()["cached decode equals full forward"] > model.tolerance
