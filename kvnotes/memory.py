@@ -15,14 +15,15 @@ from kvnotes.sweep import ROWS
 def estimate(model: Any, tokens: int) -> int:
     """Bytes beside the weights that a pair of `tokens` tokens takes at most.
 
-    Two states, a batch of edited ones and the base (the rows and their stacked copy), one layer's attention scores,
-    and the logits of one position a row.
+    Two states and one in the making; one layer's attention scores and MLP of a whole forward or of a batch of rows that
+    each run one token, whichever is more; and the logits of a row.
     """
-    shape, size = model.shape, torch.finfo(model.dtype).bits // 8
-    states = model.bytes_per_token() * tokens * (2 + 2 * (ROWS + 1))
-    scores = 3 * shape["heads"] * tokens * tokens * max(size, 4)  # scores, softmax in float32, and its copy
-    logits = 4 * ROWS * model.hf.config.vocab_size
-    return states + scores + logits
+    config, size = model.hf.config, torch.finfo(model.dtype).bits // 8
+    states = 3 * model.bytes_per_token() * tokens
+    run = max(tokens, ROWS)  # tokens that one forward runs at most
+    scores = 3 * model.shape["heads"] * tokens * run * max(size, 4)  # scores, softmax in float32, and its copy
+    width = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    return states + scores + run * width * size + 4 * config.vocab_size
 
 
 def weights_bytes(files: Iterable[Path], *, stored: str, dtype: torch.dtype) -> int:

@@ -298,8 +298,8 @@ def _after(batch: _Batch, point: Point, layer: int) -> Callable[..., Any]:
 def attention(
     module: Any,
     query: Float[Tensor, "row head new d_head"],
-    key: Float[Tensor, "row kv_head new d_head"],
-    value: Float[Tensor, "row kv_head new d_head"],
+    key: Float[Tensor, "row kv_head own d_head"],
+    value: Float[Tensor, "row kv_head own d_head"],
     attention_mask: Float[Tensor, "1 1 new keys"],
     *,
     scaling: float,

@@ -8,5 +8,5 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from jaxtyping import install_import_hook
 
 # Shapes in annotations are checked at every call, before any test imports these modules.
-TYPED = [f"kvnotes.{name}" for name in ("cache", "forward", "readout", "models", "sweep")]
-install_import_hook(TYPED, "beartype.beartype")
+CHECKED = ("cache", "forward", "readout", "models", "interventions", "rows", "hooks", "sweep")
+install_import_hook([f"kvnotes.{name}" for name in CHECKED], "beartype.beartype")
