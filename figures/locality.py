@@ -69,7 +69,7 @@ def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
 
 
 def _draw_one(record: Record) -> Figure:
-    if record.inclusion.included == 0:
+    if not any(effect.gated and effect.estimate is not None for effect in record.summary.effects):
         return _draw_exclusions(record)
     return _draw_layouts(record) if len(_layouts(record)) > 1 else _draw_states(record)
 
@@ -140,7 +140,7 @@ def _draw_columns(columns: Mapping[str, Sequence[Row]], *, title: str, records: 
 
 
 def _draw_exclusions(record: Record) -> Figure:
-    """What became of the pairs, where none passed the gate and there is no recovery to draw."""
+    """What became of the pairs, where too few passed the gate and there is no recovery to draw."""
     figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
     panel_exclusions(figure.subplots(), record)
     _finish(figure, title=f"{record.model.name}, {layout_name(record.layout)}", records=[record], handles=[])
@@ -241,7 +241,7 @@ def panel_exclusions(ax: Axes, record: Record) -> None:
     )
     ax.set_xlabel("pairs")
     ax.set_title(
-        f"No recovery to report: none of {counts.used} used pairs passes the competence gate "
+        f"No recovery to report: {counts.included or 'none'} of {counts.used} used pairs passes the competence gate "
         f"({counts.generated} generated)"
     )
 
@@ -341,10 +341,14 @@ def _beside(ax: Axes, y: float, text: str, *, gated: bool = True) -> None:
 
 
 def _says_nothing_passed(ax: Axes, row: Row, y: float) -> bool:
-    """Words in place of a recovery where a row has pairs but none passed the gate."""
-    if row.inclusion is None or row.inclusion.included:
+    """Words in place of a recovery where a row has pairs but too few of them passed the gate."""
+    if row.inclusion is None:
         return False
-    text = ax.text(0.5, y, f"none of {row.inclusion.used} pairs passes the gate", ha="center", va="center")
+    estimates = [effect.estimate for (_, gated), effect in row.effects.items() if gated]
+    if row.inclusion.included and any(estimate is not None for estimate in estimates):
+        return False
+    passing = f"{row.inclusion.included or 'none'} of {row.inclusion.used} pairs passes the gate"
+    text = ax.text(0.5, y, passing, ha="center", va="center")
     text.set(fontsize=8, color=style.GREY, style="italic", zorder=6)
     return True
 

@@ -14,6 +14,8 @@ from typing import Any
 from kvnotes.config import RunConfig
 from kvnotes.records import Effect, Gate, HypothesisTest, Instance, Table
 
+LEAST_SCENARIOS = 6
+
 # kvnotes.stats is imported where it is used: scipy and statsmodels take seconds, and `--help` must not wait.
 
 
@@ -47,14 +49,14 @@ class Scope:
     ) -> Effect:
         """An effect in units of the gap: `moved` gives an instance's numerator in logits.
 
-        `about` asks for an equivalence test against that value, within config.equivalence. Without instances, or
+        `about` asks for an equivalence test against that value, within config.equivalence. With too few scenarios, or
         where the gaps sum to nothing, the estimate is None and the warning says why.
         """
         from kvnotes import stats
 
         rows = self.rows
-        if not rows:
-            return self._none(name, label, "no instance to measure it on", control=control)
+        if why := self._too_few():
+            return self._none(name, label, why, control=control)
         tops, gaps, scenarios = [moved(one) for one in rows], [gap(one) for one in rows], _scenarios(rows)
         c = self.config
         try:
@@ -80,8 +82,8 @@ class Scope:
         from kvnotes import stats
 
         rows, c = self.rows, self.config
-        if not rows:
-            return self._none(name, label, "no instance to measure it on")
+        if why := self._too_few():
+            return self._none(name, label, why)
         hits = [float(holds(one)) for one in rows]
         if len(set(hits)) == 1:  # no spread to resample: exact limits for as many trials as there are scenarios
             scenarios = len(set(_scenarios(rows)))
@@ -91,6 +93,17 @@ class Scope:
             found = stats.interval(hits, _scenarios(rows), level=c.level, resamples=c.resamples, seed=c.seed)
         within = replace(found, low=_clip(found.low), high=_clip(found.high))  # t knows no bounds, a share has them
         return self._effect(name, label, within, mean_of_ratios=None, unresolved=False, test=None)
+
+    def _too_few(self) -> str | None:
+        """Why nothing can be said of these instances, or None. The intervals are tested down to six scenarios."""
+        rows = self.rows
+        found = len(set(_scenarios(rows)))
+        if found >= LEAST_SCENARIOS:
+            return None
+        which = "pass the gate" if self.gated else "can be used"
+        return (
+            f"{len(rows)} pairs in {found} scenarios {which}: no recovery is reported below {LEAST_SCENARIOS} scenarios"
+        )
 
     def _equivalence(
         self, tops: list[float], gaps: list[float], scenarios: list[str], *, about: float

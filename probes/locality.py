@@ -101,7 +101,7 @@ def _headline(found: Sequence[Effect]) -> str:
             for name in ("field_only", "notes_only")
         )
         if field.estimate is None or notes.estimate is None:
-            parts.append(f"{layout}: no recovery, {field.n} pairs passed the gate")
+            parts.append(f"{layout}: no recovery ({field.warning or notes.warning})")
         else:
             parts.append(f"{layout}: field-only {field.estimate:.2f}, notes-only {notes.estimate:.2f} (n={field.n})")
     return "; ".join(parts)

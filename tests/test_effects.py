@@ -40,10 +40,10 @@ def test_one_gap_within_the_noise_has_no_mean_of_ratios(tmp_path):
 
 def test_a_share_without_spread_counts_scenarios_not_pairs(tmp_path):
     rows = [instance(f"{i}", base=-1.0, target=1.0, field=-1.0, notes=1.0) for i in range(40)]
-    rows = [one.model_copy(update={"scenario": f"s{i % 2}"}) for i, one in enumerate(rows)]
+    rows = [one.model_copy(update={"scenario": f"s{i % 8}"}) for i, one in enumerate(rows)]
     effect = scope(tmp_path, 0.0, rows).share("x", "x", lambda one: False)
-    assert (effect.estimate, effect.n, effect.clusters) == (0.0, 40, 2)
-    assert effect.high == pytest.approx(1 - 0.025**0.5)  # Clopper-Pearson for 0 of 2
+    assert (effect.estimate, effect.n, effect.clusters) == (0.0, 40, 8)
+    assert effect.high == pytest.approx(1 - 0.025 ** (1 / 8))  # Clopper-Pearson for 0 of 8
 
 
 def test_competence_counts_arms_and_designs():

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from kvnotes import config as configs
-from kvnotes import models, runner
+from kvnotes import effects, models, runner
 from kvnotes.config import RunConfig
 from kvnotes.planted import PLANTED
 from kvnotes.records import Gate, Instance
@@ -98,8 +98,9 @@ def instance(name: str, *, base: float, target: float, field: float, notes: floa
     )
 
 
-def test_summary_by_hand(tmp_path):
+def test_summary_by_hand(tmp_path, monkeypatch):
     """Gaps 4 and 6; field moves 0 and 1 of them, notes 4 and 4: ratios of sums 1/10 and 8/10."""
+    monkeypatch.setattr(effects, "LEAST_SCENARIOS", 2)
     rows = [
         instance("a", base=-2, target=2, field=-2, notes=2),
         instance("b", base=-1, target=5, field=0, notes=3),
@@ -123,7 +124,15 @@ def test_no_included_instance_reports_no_recovery(tmp_path):
     summary = locality.summarise(rows, config(tmp_path), floor=1e-6)
     gated = [effect for effect in summary.effects if effect.gated]
     assert {effect.estimate for effect in gated} == {None}
-    assert "no recovery, 0 pairs passed the gate" in summary.headline
+    assert "no recovery (0 pairs in 0 scenarios pass the gate" in summary.headline
+
+
+def test_a_lucky_pair_or_two_report_no_recovery(tmp_path):
+    rows = [instance(f"s{i}", base=-1.0, target=1.0, field=-1.0, notes=1.0) for i in range(6)]
+    few, enough = (locality.summarise(part, config(tmp_path), floor=1e-6) for part in (rows[:5], rows))
+    assert {effect.estimate for effect in few.effects} == {None}
+    assert "5 pairs in 5 scenarios pass the gate: no recovery is reported below 6" in few.headline
+    assert "notes-only 1.00 (n=6)" in enough.headline
 
 
 def test_an_identity_that_fails_stops_the_run(tmp_path, monkeypatch):
