@@ -42,6 +42,14 @@ def diff(a: RecordFile, b: RecordFile) -> None:
 
 
 @app.command()
+def summarise(record: RecordFile) -> None:
+    """Recompute a record's summary from its own instances with the installed code."""
+    from kvnotes import runner
+
+    report.show(runner.resummarise(record), report.console())
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of records, as published in kvnotes/record.schema.json."""
     typer.echo(json.dumps(records.json_schema(), indent=2))

@@ -21,7 +21,7 @@ from kvnotes import config as configs
 from kvnotes.config import RunConfig
 from kvnotes.errors import IdentityFailed, KVNotesError, UnknownName
 from kvnotes.instance import Pair, Skipped, TokenPair
-from kvnotes.records import Check, Gate, Instance, Record, Timings, Tokens
+from kvnotes.records import Check, Gate, Instance, Record, Summary, Timings, Tokens
 from kvnotes.resume import Finished, ResumeFile
 
 if TYPE_CHECKING:
@@ -268,8 +268,7 @@ def _spans(pair: TokenPair) -> dict[str, tuple[tuple[int, int], ...]]:
 def build(study: Study, model: Model, finished: list[Finished], clock: Timings) -> Record:
     """The record of a finished run; its summary is made from the instances alone."""
     config, instances = study.config, tuple(done.instance for done in finished)
-    summary = study.module.summarise(instances, config, max(done.noise for done in finished))
-    tables = {"competence of the unedited model": effects.competence(instances), **summary.tables}
+    floor = max(done.noise for done in finished)
     module = discover.studies()[config.study]
     return Record(
         study=config.study,
@@ -277,14 +276,37 @@ def build(study: Study, model: Model, finished: list[Finished], clock: Timings) 
         task=config.task,
         title=study.module.TITLE,
         provenance=provenance.collect(config, module=module),
-        model=_model(model, max(done.noise for done in finished)),
+        model=_model(model, floor),
         inclusion=records.count_inclusion(instances),
         instances=instances,
-        summary=summary.model_copy(update={"tables": tables}),
+        summary=summarise(study, instances, floor),
         checks=tuple(_checks(finished, model, config)),
         arrays=(),
         timings=clock,
     )
+
+
+def summarise(study: Study, instances: tuple[Instance, ...], floor: float) -> Summary:
+    """The study's summary and the unedited model's competence, from the instances alone."""
+    made = study.module.summarise(instances, study.config, floor)
+    tables = {"competence of the unedited model": effects.competence(instances), **made.tables}
+    return made.model_copy(update={"tables": tables})
+
+
+def resummarise(path: Path) -> Record:
+    """Recompute a record's summary from its own instances with the code of now, and say so in its notes.
+
+    Raises RecordError for a file that is no record, UnknownName for a study that no longer exists.
+    """
+    record = records.read(path)
+    module = discover.study(record.study)
+    settings = getattr(module, "Settings", RunConfig)
+    usual = configs.defaults(record.study)["results"]
+    study = Study(module=module, config=settings(**{"results": usual, **record.provenance.config}))
+    made = summarise(study, record.instances, float(record.model.noise_floor or 0.0))
+    here = provenance.collect(study.config, module=discover.studies()[record.study])
+    note = f"the summary was recomputed from the instances at commit {here.git_commit}"
+    return records.write(record.model_copy(update={"summary": made.model_copy(update={"notes": (note,)})}), path)
 
 
 def _checks(finished: list[Finished], model: Model, config: RunConfig) -> Iterable[Check]:

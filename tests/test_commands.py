@@ -63,7 +63,7 @@ def test_every_planted_model_is_calibrated_and_a_wrong_number_is_seen(tmp_path, 
     assert "NO" in text(out)
 
 
-@pytest.mark.parametrize("command", ["show", "diff", "models", "tasks", "calibrate", "bench", "schema"])
+@pytest.mark.parametrize("command", ["show", "diff", "summarise", "models", "tasks", "calibrate", "bench", "schema"])
 def test_each_command_explains_itself(command):
     assert CliRunner().invoke(cli.app, [command, "--help"]).exit_code == 0
 

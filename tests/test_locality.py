@@ -124,14 +124,14 @@ def test_no_included_instance_reports_no_recovery(tmp_path):
     summary = locality.summarise(rows, config(tmp_path), floor=1e-6)
     gated = [effect for effect in summary.effects if effect.gated]
     assert {effect.estimate for effect in gated} == {None}
-    assert "no recovery (0 pairs in 0 scenarios pass the gate" in summary.headline
+    assert "no recovery (0 pair(s) in 0 scenario(s) pass the gate" in summary.headline
 
 
 def test_a_lucky_pair_or_two_report_no_recovery(tmp_path):
     rows = [instance(f"s{i}", base=-1.0, target=1.0, field=-1.0, notes=1.0) for i in range(6)]
     few, enough = (locality.summarise(part, config(tmp_path), floor=1e-6) for part in (rows[:5], rows))
     assert {effect.estimate for effect in few.effects} == {None}
-    assert "5 pairs in 5 scenarios pass the gate: no recovery is reported below 6" in few.headline
+    assert "5 pair(s) in 5 scenario(s) pass the gate; nothing is reported below 6 scenarios" in few.headline
     assert "notes-only 1.00 (n=6)" in enough.headline
 
 

@@ -320,3 +320,16 @@ def test_a_record_says_all_that_is_needed_to_defend_it(tmp_path):
     # layout, pairs, gate, base right, target right: a planted model is right in every arm
     assert competence.rows[0][:5] == ["words_field_first", 12, 12, 12, 12]
     assert competence.rows[0][6] == "6 of 6 right in all four cells"
+
+
+def test_a_summary_is_recomputed_from_the_instances(tmp_path):
+    record = runner.execute(locality, config(tmp_path))
+    path = next(tmp_path.rglob("*.json"))
+    emptied = record.model_copy(update={"summary": record.summary.model_copy(update={"effects": (), "headline": ""})})
+    records.write(emptied, path)
+    again = runner.resummarise(path)
+    assert again.summary.effects == record.summary.effects
+    assert again.summary.tables == record.summary.tables
+    assert again.instances == record.instances
+    assert "recomputed from the instances at commit" in again.summary.notes[0]
+    assert records.read(path) == again
