@@ -102,7 +102,7 @@ class Scope:
             return None
         which = "pass the gate" if self.gated else "can be used"
         return (
-            f"{len(rows)} pairs in {found} scenarios {which}: no recovery is reported below {LEAST_SCENARIOS} scenarios"
+            f"{len(rows)} pair(s) in {found} scenario(s) {which}; nothing is reported below {LEAST_SCENARIOS} scenarios"
         )
 
     def _equivalence(

@@ -36,7 +36,7 @@ def real(request: pytest.FixtureRequest) -> tuple[Any, ReferenceTokenizer]:
     folder, source = cache_folder() / "models" / entry.name, cache_folder() / "gguf" / entry.gguf.file
     if not (folder.exists() and source.exists()):
         pytest.skip(f"{entry.name} is not in the cache; `make models MODEL={entry.name}` brings it")
-    return load_tokenizer(folder), ReferenceTokenizer(read_metadata(source))
+    return load_tokenizer(folder, converted=True), ReferenceTokenizer(read_metadata(source))
 
 
 def test_there_are_200_different_strings() -> None:

@@ -190,7 +190,7 @@ def test_transformers_loads_the_folder(sandbox: Path, content: bytes) -> None:
     assert (model.config.rms_norm_eps, model.config.eos_token_id) == (1e-5, 2)
     turn = [{"role": "user", "content": "a b"}]
     for tokenizer in (
-        weights.load_tokenizer(prepared.folder),
+        weights.load_tokenizer(prepared.folder, converted=True),
         AutoTokenizer.from_pretrained(prepared.folder),
     ):
         ids = tokenizer.apply_chat_template(turn, return_dict=False)
@@ -569,7 +569,7 @@ def test_real_tensors_are_the_dequantised_ones(smollm: tuple[Path, Path]) -> Non
 @pytest.mark.slow
 def test_real_logits_equal_transformers_own_reading(smollm: tuple[Path, Path]) -> None:
     folder, source = smollm
-    ids = weights.load_tokenizer(folder)("The capital of France is", return_tensors="pt").input_ids
+    ids = weights.load_tokenizer(folder, converted=True)("The capital of France is", return_tensors="pt").input_ids
     ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     with torch.no_grad():
