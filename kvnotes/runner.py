@@ -111,7 +111,7 @@ def measure_all(study: Study, model: Model, pairs: list[Pair]) -> list[Finished]
     """Every pair measured or skipped, in order, with progress; finished ones of an earlier run are taken over."""
     tokenised = tokenise(model, pairs, query=study.config.query)
     _require_some(tokenised, study.config)
-    _require_memory(model, [one for one in tokenised if isinstance(one, TokenPair)])
+    _require_memory(model, [one for one in tokenised if isinstance(one, TokenPair)], budget=study.config.budget)
     file = resume_file(study, model)
     known = {k: v for k, v in file.read().items() if k in {pair.id for pair in pairs}}
     file.start(known)
@@ -167,7 +167,7 @@ def _one(study: Study, model: Model, pair: TokenPair | Skipped) -> Finished:
     if isinstance(pair, Skipped):
         return Finished(instance=_skipped(pair), identities={}, noise=0.0)
     started = time.perf_counter()
-    trial = Trial.run(model, pair, engine=study.config.engine)
+    trial = Trial.run(model, pair, engine=study.config.engine, budget=study.config.budget)
     measures = study.module.measure(trial, study.config)
     own = getattr(study.module, "identities", None)
     identities = trial.identities() | (own(trial, measures) if own else {})
@@ -352,12 +352,12 @@ def _require_some(tokenised: list[TokenPair | Skipped], config: RunConfig) -> No
     )
 
 
-def _require_memory(model: Model, pairs: list[TokenPair]) -> None:
+def _require_memory(model: Model, pairs: list[TokenPair], *, budget: int) -> None:
     """Say what the run will hold at most, and stop before it starts where that is more than there is."""
     from kvnotes import memory
 
     longest = max(len(pair.base_ids) for pair in pairs)
-    need, free = memory.estimate(model, longest), memory.available(model.device)
+    need, free = memory.estimate(model, longest, budget=budget), memory.available(model.device)
     console.print(f"{len(pairs)} pairs of at most {longest} tokens; at most {need / 1e9:.1f} GB beside the weights")
     if need > free:
         raise RunError(

@@ -212,7 +212,7 @@ def test_experts_that_batch_tokens_keep_an_exact_prefix(tmp_path):
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32}
     model = models.load(str(tiny.checkpoint("mixtral", tmp_path, **wide)), device="cpu", dtype="float32")
     assert model.mixes_experts
-    trial = Trial.run(model, tokens(), engine="rows")
+    trial = Trial.run(model, tokens(), engine="rows", budget=10**7)
     assert max(trial.identities().values()) < 1e-4
     assert trial.identities()["prefix deviation"] == 0.0
     dense = models.load(str(tiny.checkpoint("llama", tmp_path / "dense", **wide)), device="cpu", dtype="float32")
@@ -251,7 +251,7 @@ def test_layers_without_rope_have_no_turn(tmp_path):
 
 def test_a_decode_that_differs_from_the_full_forward_is_an_identity_failure(loaded, monkeypatch):
     model, _ = loaded
-    trial = Trial.run(model, tokens(), engine="rows")
+    trial = Trial.run(model, tokens(), engine="rows", budget=10**7)
     assert trial.identities()["cached decode equals full forward"] < 1e-4
     honest = forward_module.masks
 
@@ -264,4 +264,7 @@ def test_a_decode_that_differs_from_the_full_forward_is_an_identity_failure(load
         return masks
 
     monkeypatch.setattr(forward_module, "masks", blind)
-    assert Trial.run(model, tokens(), engine="rows").identities()["cached decode equals full forward"] > model.tolerance
+    assert (
+        Trial.run(model, tokens(), engine="rows", budget=10**7).identities()["cached decode equals full forward"]
+        > model.tolerance
+    )

@@ -43,7 +43,7 @@ def test_margins_equal_a_plain_transformers_loop(kind, tmp_path):
     expected = {
         edit.name: by_hand(plain, pair, edit.into, edit.donor, edit.positions) for edit in locality.interventions(pair)
     }
-    trial = Trial.run(models.load(str(folder), device="cpu", dtype="float32"), pair, engine="rows")
+    trial = Trial.run(models.load(str(folder), device="cpu", dtype="float32"), pair, engine="rows", budget=10**7)
     measured = locality.measure(trial, config(tmp_path))["margins"]
     assert measured == pytest.approx(expected, abs=1e-4)
     assert max(locality.identities(trial, {"margins": measured}).values()) < 1e-5
