@@ -9,7 +9,7 @@ off in blocks whose scores stay in a processor's cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from einops import rearrange
@@ -49,29 +49,42 @@ class Hidden:
     keys: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where a group's shared cells and its rows' tokens stand, and what follows for who sees whom. `absent` cells are
+    seen by no row, since its own tokens stand in their place."""
+
+    cells: Int[Tensor, "cell"]  # positions
+    tokens: Int[Tensor, "new"]
+    absent: Bool[Tensor, "cell"] | None
+    known: dict[tuple[int | None, int, int], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+    def unseen(self, start: int, stop: int, *, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+        """What the tokens start..stop-1 may not attend to, of the cells and of the tokens before `stop`: a mask each,
+        None where they see everything."""
+        if (window, start, stop) not in self.known:
+            queries = self.tokens[start:stop, None]
+            past, own = (_outside(queries, keys, window) for keys in (self.cells, self.tokens[:stop]))
+            if self.absent is not None:
+                past = past | self.absent
+            masks = (past if bool(past.any()) else None), (own if bool(own.any()) else None)
+            self.known[window, start, stop] = masks
+        return self.known[window, start, stop]
+
+
+def _outside(queries: Tensor, keys: Tensor, window: int | None) -> Bool[Tensor, "query key"]:
+    later = keys[None, :] > queries
+    return later if window is None else later | (queries - keys[None, :] >= window)
+
+
+@dataclass(frozen=True, eq=False)
 class Shared:
-    """One layer's cells that every row of a segment sees, and where the cells and the rows' tokens stand."""
+    """One layer's cells that every row of a segment sees, as far as the layer's window reaches."""
 
     k: Float[Tensor, "kv_head cell d_head"]
     v: Float[Tensor, "kv_head cell d_head"]
-    cells: Int[Tensor, "cell"]  # positions
-    tokens: Int[Tensor, "new"]
-    absent: Bool[Tensor, "cell"] | None  # cells that no row sees, since its own tokens stand in their place
+    places: Places
     window: int | None
-
-    def unseen(self, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
-        """What the tokens start..stop-1 may not attend to, of the cells and of the tokens before `stop`: a mask each,
-        None where they see everything."""
-        queries = self.tokens[start:stop, None]
-        past, own = self._outside(queries, self.cells), self._outside(queries, self.tokens[:stop])
-        if self.absent is not None:
-            past = past | self.absent
-        return (past if bool(past.any()) else None), (own if bool(own.any()) else None)
-
-    def _outside(self, queries: Tensor, keys: Tensor) -> Bool[Tensor, "query key"]:
-        later = keys[None, :] > queries
-        return later if self.window is None else later | (queries - keys[None, :] >= self.window)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +107,7 @@ def attend(s: Segment) -> Float[Tensor, "row query head d_head"]:
     z = s.q.new_empty(rows, queries, kv * group, width)
     for t in _spans(queries, SCORES // (kv * group * (s.shared.k.shape[1] + s.k.shape[2]))):
         start, stop = s.first + t.start, s.first + t.stop  # a block sees no token after its own last
-        unseen = s.shared.unseen(start, stop)
+        unseen = s.shared.places.unseen(start, stop, window=s.shared.window)
         keys = s.shared.k.shape[1] + stop
         for r in _spans(rows, SCORES // (kv * group * keys * (t.stop - t.start))):
             block = Segment(

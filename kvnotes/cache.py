@@ -32,6 +32,11 @@ class Cells:
     layers: tuple[int, ...] | None = None
     kv_heads: tuple[int, ...] | None = None
 
+    def meet(self, other: Cells) -> bool:
+        """Whether some cell is named by both."""
+        axes = ((getattr(self, axis), getattr(other, axis)) for axis in ("positions", "layers", "kv_heads"))
+        return all(one is None or two is None or not set(one).isdisjoint(two) for one, two in axes)
+
     def count(self, state: KVState) -> int:
         """How many cells these are in `state`. Raises CacheError where one is out of range or named twice."""
         sizes = {"layers": state.n_layers, "kv_heads": state.n_kv_heads, "positions": state.length}

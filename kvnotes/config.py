@@ -73,7 +73,7 @@ class RunConfig(BaseModel):
         return self
 
     def hash(self) -> str:
-        """SHA-256 of the settings that decide the numbers (not where the record goes, nor how much memory it may take)."""
+        """SHA-256 of the settings that decide the numbers, and not where the record goes or what memory is used."""
         chosen = {**self.model_dump(mode="json", exclude={"results", "memory"}), "model": weights.run_name(self.model)}
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 

@@ -150,7 +150,7 @@ def parts(one: Intervention) -> Sequence[Part]:
 
 def run_of(one: Intervention) -> State:
     """The run that an intervention changes. Raises CacheError for parts that name two, or where there is none."""
-    runs = {part.into for part in parts(one)}
+    runs: set[State] = {part.into for part in parts(one)}
     if len(runs) != 1:
         raise CacheError(f"{one.name}: its parts must change one run, they name {sorted(runs) or 'none'}")
     return next(iter(runs))

@@ -34,7 +34,7 @@ def row(model: Any, *, tokens: int, row: Row, cells: int) -> int:
 
 
 def _per_token(model: Any) -> int:
-    """Bytes of a token's widest moment in a layer: residual, normed, queries and keys, the MLP's gate, up and product."""
+    """Bytes of a token's widest moment in a layer: residuals, queries and keys, the MLP's gate, up and product."""
     config, size = model.hf.config, torch.finfo(model.dtype).bits // 8
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return (6 * config.hidden_size + 3 * inner) * size

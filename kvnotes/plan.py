@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,18 +94,42 @@ def wanted(plans: Sequence[Plan]) -> dict[tuple[Point, State], int]:
     """The activations that the plans' rows start from and are given: by point and run, the earliest position."""
     found: dict[tuple[Point, State], int] = {}
     for plan in plans:
-        asked = [("resid_pre", plan.into, plan.first)] if plan.traced else []
         patches = [part for part in plan.parts if isinstance(part, ActivationPatch)]
+        asked: list[tuple[Point, State, int]] = []
+        if plan.traced:
+            asked.append(("resid_pre", plan.into, plan.first))
         asked += [(patch.point, patch.donor, patch.position) for patch in patches if isinstance(patch.donor, str)]
         for point, run, start in asked:
             found[point, run] = min(start, found.get((point, run), start))
     return found
 
 
+def rows(plans: Sequence[Plan], trial: Trial) -> list[tuple[Plan, Row]]:
+    """The plans with their rows. One that gives the run what it has already (the embedding of a token that both arms
+    share) is the unedited run, bit for bit, and runs no more of it than the decision's last layer."""
+    last, listed = Row(since=trial.model.shape["layers"] - 1), []
+    for plan in plans:
+        made = row(plan, trial)
+        idle = plan.traced and _idle(made, plan, trial)
+        listed.append((replace(unedited(trial.pair, plan.into), name=plan.name), last) if idle else (plan, made))
+    return listed
+
+
+def _idle(made: Row, plan: Plan, trial: Trial) -> bool:
+    if made.edits or made.blocks or any(p.point != "resid_pre" or p.mix is not None for p in made.patches):
+        return False
+    own = trial.capture(plan.into, "resid_pre", plan.positions)
+    return all(p.value is not None and torch.equal(own[p.layer, p.index], p.value.to(own)) for p in made.patches)
+
+
 def row(plan: Plan, trial: Trial) -> Row:
-    """The plan's parts, with what they take from the trial's arms."""
+    """The plan's parts, with what they take from the trial's arms. Raises CacheError for edits of one cell."""
+    edits = [part for part in plan.parts if isinstance(part, CacheEdit)]
+    for one, other in combinations(edits, 2):
+        if one.cells.meet(other.cells):
+            raise CacheError(f"{plan.name}: {one.name} and {other.name} edit the same cell")
     return Row(
-        edits=tuple(_edit(part, plan, trial) for part in plan.parts if isinstance(part, CacheEdit)),
+        edits=tuple(_edit(part, plan, trial) for part in edits),
         patches=tuple(_patch(part, plan, trial) for part in plan.parts if isinstance(part, ActivationPatch)),
         blocks=tuple(b for part in plan.parts if isinstance(part, AttentionBlock) for b in _block(part, plan, trial)),
     )

@@ -21,17 +21,13 @@ def visited(tree: Any, visit: Visit, points: Collection[Point]) -> Iterator[None
     """
     handles = []
     for layer, block in enumerate(tree.base_model.layers):
-        places: dict[Point, Any] = {
-            "resid_pre": lambda hook, block=block: block.register_forward_pre_hook(hook),
-            "z": lambda hook, block=block: block.self_attn.o_proj.register_forward_pre_hook(hook),
-            "attn_out": lambda hook, block=block: block.self_attn.register_forward_hook(hook),
-            "mlp_out": lambda hook, block=block: block.mlp.register_forward_hook(hook),
-            "resid_post": lambda hook, block=block: block.register_forward_hook(hook),
-        }
-        for point in places:
-            if point in points:
-                make = _before if point in {"resid_pre", "z"} else _after
-                handles.append(places[point](make(visit, point, layer)))
+        attention = block.self_attn
+        if "resid_pre" in points:
+            handles.append(block.register_forward_pre_hook(_before(visit, "resid_pre", layer)))
+        if "z" in points:
+            handles.append(attention.o_proj.register_forward_pre_hook(_before(visit, "z", layer)))
+        after: dict[Point, Any] = {"attn_out": attention, "mlp_out": block.mlp, "resid_post": block}
+        handles += [m.register_forward_hook(_after(visit, p, layer)) for p, m in after.items() if p in points]
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvnotes.attend import Hidden, Lines, Segment, Shared, attend, plain
+from kvnotes.attend import Hidden, Lines, Places, Segment, Shared, attend, plain
 from kvnotes.cache import CacheError, Cells, KVState
 from kvnotes.interventions import Mix, Point
 from kvnotes.points import visited
@@ -205,6 +205,15 @@ class _Put:
     mixes: tuple[tuple[int, Patch], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """Edits of a group that name the same layers, KV heads and donor: a line a (row, kv head, place)."""
+
+    layers: tuple[int, ...] | None
+    donor: KVState | None
+    where: Int[Tensor, "3 line"]
+
+
 @dataclass(eq=False)
 class _Batch:
     """The rows of one forward, in the order they enter, and what is done to them layer by layer.
@@ -236,6 +245,7 @@ class _Batch:
         self.positions = torch.tensor([p for group, _ in self.rows for p in group.positions], device=device)
         where = {(i, j): at for at, (_, i, j) in enumerate(self.order)}
         self.places = [[where[i, j] for j in range(len(group.rows))] for i, group in enumerate(self.groups)]
+        self.members = [sorted(places) for places in self.places]
 
     def active(self, layer: int) -> int:
         """How many rows a layer runs."""
@@ -266,9 +276,7 @@ class _Batch:
             return tensor
         if self.stage == "decision":
             put = self._at_the_end(put)
-        if not len(put.tokens):
-            pass
-        elif put.heads is None:
+        if put.heads is None:
             tensor[0, put.tokens] = put.values.to(tensor)
         else:
             tensor[0].unflatten(-1, (self.model.shape["heads"], -1))[put.tokens, put.heads] = put.values.to(tensor)
@@ -310,11 +318,12 @@ class _Batch:
                 lines.append((token, p.head or 0, p.value))
             else:  # all heads of one token beside single heads of others
                 lines += [(token, head, value) for head, value in enumerate(p.value.split(size))]
-        empty = torch.empty(0, 0, device=device)
+        width = self.model.shape["heads"] * size if patches[0][1].point == "z" else self.model.shape["d_model"]
+        width = size if by_head else width
         return _Put(
             torch.tensor([token for token, _, _ in lines], dtype=torch.long, device=device),
             torch.tensor([head for _, head, _ in lines], dtype=torch.long, device=device) if by_head else None,
-            torch.stack([value.to(device) for _, _, value in lines]) if lines else empty,
+            torch.stack([value.to(device) for _, _, value in lines]) if lines else torch.empty(0, width, device=device),
             tuple((token, patch) for token, patch in patches if patch.mix is not None),
         )
 
@@ -324,108 +333,107 @@ class _Batch:
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, *, softcap: float | None
     ) -> Float[Tensor, "1 query head d_head"]:
         """Head outputs of the tokens that this layer runs; `q` is scaled."""
-        layer = module.layer_idx
         if self.stage == "keys":
             self.kept = (k, v)
             return q.new_zeros(1, q.shape[2], q.shape[1], q.shape[3])
         if self.stage == "decision":
             assert self.kept is not None  # noqa: S101 (the keys come first)
             (k, v), self.kept = self.kept, None
+        layer = module.layer_idx
         self.used.append(layer)
-        z = [
-            rearrange(attend(s), "r t h d -> (r t) h d")
-            for s in self._segments(layer, q=q[0], k=k[0], v=v[0], softcap=softcap)
-        ]
-        return torch.cat(z)[None]
+        z = q.new_empty(q.shape[2], q.shape[1], q.shape[3])
+        for at, members in enumerate(self.members):
+            rows = [row for row in members if self.entry[row] <= layer]
+            if not rows:
+                continue
+            own = torch.tensor([self.offsets[row] for row in rows])[:, None] + torch.arange(len(self.groups[at].ids))
+            asked = torch.tensor(rows)[:, None] if self.stage == "decision" else own
+            tokens, queries = self._index(own), self._index(asked)
+            segment = self._segment(at, layer, q=q[0, :, queries], k=k[0, :, tokens], v=v[0, :, tokens], rows=rows)
+            z[queries] = attend(replace(segment, softcap=softcap)).flatten(0, 1)
+        return z[None]
 
-    def _segments(self, layer: int, *, q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> Iterator[Segment]:
-        lines, hidden = self._lines(layer), self._hidden(layer)
-        for start, stop in self._runs(layer):
-            group, count = self.rows[start][0], stop - start
-            own = slice(self.offsets[start], self.ends[stop - 1])
-            last = self.stage == "decision"  # one query a row
-            new = len(group.ids)
-            yield Segment(
-                q=rearrange(
-                    q[:, start:stop] if last else q[:, own], "(kv g) (r t) d -> kv r g t d", kv=k.shape[0], r=count
-                ),
-                k=rearrange(k[:, own], "kv (r t) d -> kv r t d", r=count),
-                v=rearrange(v[:, own], "kv (r t) d -> kv r t d", r=count),
-                first=new - 1 if last else 0,
-                shared=self._shared(group, layer),
-                lines=None if lines is None else lines.of(start, stop),
-                hidden=tuple(
-                    Hidden(row - start, b.heads, b.tokens, b.keys) for row, b in hidden if start <= row < stop
-                ),
-                softcap=softcap,
-            )
+    def _index(self, packed: Int[Tensor, "row token"]) -> slice | Int[Tensor, "packed"]:
+        """Where tokens are packed: a slice where they stand side by side, which copies nothing."""
+        first, size = int(packed[0, 0]), packed.numel()
+        if int(packed[-1, -1]) - first + 1 == size:
+            return slice(first, first + size)
+        return packed.flatten().to(self.model.device)
 
-    def _runs(self, layer: int) -> Iterator[tuple[int, int]]:
-        """Rows of one group that stand side by side."""
-        start, rows = 0, self.active(layer)
-        for at in range(1, rows + 1):
-            if at == rows or self.rows[at][0] is not self.rows[start][0]:
-                yield start, at
-                start = at
-
-    def _shared(self, group: Group, layer: int) -> Shared:
-        device = self.model.device
-        absent = None
-        if group.absent:
-            absent = torch.zeros(group.shared.length, dtype=torch.bool, device=device)
-            absent[list(group.absent)] = True
-        return Shared(
-            k=group.shared.layers[layer]["k"],
-            v=group.shared.layers[layer]["v"],
-            cells=group.shared.positions[0],
-            tokens=torch.tensor(group.positions, device=device),
-            absent=absent,
-            window=self.model.windows.per_layer[layer],
+    def _segment(self, at: int, layer: int, *, q: Tensor, k: Tensor, v: Tensor, rows: list[int]) -> Segment:
+        """A group's rows as they stand at a layer."""
+        count = len(rows)
+        return Segment(
+            q=rearrange(q, "(kv g) (r t) d -> kv r g t d", kv=k.shape[0], r=count),
+            k=rearrange(k, "kv (r t) d -> kv r t d", r=count),
+            v=rearrange(v, "kv (r t) d -> kv r t d", r=count),
+            first=len(self.groups[at].ids) - 1 if self.stage == "decision" else 0,
+            shared=self._shared(at, layer),
+            lines=self._lines(at, layer),
+            hidden=tuple(
+                Hidden(i, block.heads, block.tokens, block.keys)
+                for i, row in enumerate(rows)
+                for block in self.rows[row][1].blocks
+                if block.layer == layer
+            ),
+            softcap=None,
         )
 
-    def _hidden(self, layer: int) -> list[tuple[int, Block]]:
-        return [(at, block) for at, (_, row) in enumerate(self.rows) for block in row.blocks if block.layer == layer]
+    def _shared(self, at: int, layer: int) -> Shared:
+        tensors, window = self.groups[at].shared.layers[layer], self.model.windows.per_layer[layer]
+        return Shared(tensors["k"], tensors["v"], self._where[at], window)
 
     @cached_property
-    def _edits(self) -> list[tuple[tuple[int, ...] | None, KVState | None, Int[Tensor, "3 line"]]]:
-        """Edits of equal layers, heads and donor, together: their rows, heads and places, line by line."""
+    def _where(self) -> list[Places]:
+        return [self._places_of(group) for group in self.groups]
+
+    def _places_of(self, group: Group) -> Places:
+        absent = None
+        if group.absent:
+            absent = torch.zeros(group.shared.length, dtype=torch.bool, device=self.model.device)
+            absent[list(group.absent)] = True
+        return Places(group.shared.positions[0], torch.tensor(group.positions, device=self.model.device), absent)
+
+    @cached_property
+    def _edits(self) -> list[list[_Alike]]:
+        """Each group's edits, those of equal layers, heads and donor together."""
+        return [self._alike(self.groups[at], members) for at, members in enumerate(self.members)]
+
+    def _alike(self, group: Group, members: list[int]) -> list[_Alike]:
         kinds: dict[tuple[Any, ...], tuple[Edit, list[int], list[int]]] = {}
-        for at, (group, row) in enumerate(self.rows):
-            for edit in row.edits:
+        for i, row in enumerate(members):
+            for edit in self.rows[row][1].edits:
                 key = (edit.cells.layers, edit.cells.kv_heads, id(edit.donor))
                 places = range(group.shared.length) if edit.cells.positions is None else edit.cells.positions
                 _, rows, all_places = kinds.setdefault(key, (edit, [], []))
-                rows += [at] * len(places)
+                rows += [i] * len(places)
                 all_places += places
         made = []
         for edit, rows, places in kinds.values():
-            heads = torch.tensor(edit.cells.kv_heads or range(self.model.shape["kv_heads"]))
-            where = torch.tensor([rows, places])
-            lines = torch.stack([*where.repeat_interleave(len(heads), 1), heads.repeat(where.shape[1])])
-            made.append((edit.cells.layers, edit.donor, lines[[0, 2, 1]].to(self.model.device)))
+            heads = range(self.model.shape["kv_heads"]) if edit.cells.kv_heads is None else edit.cells.kv_heads
+            row, place = torch.tensor([rows, places]).repeat_interleave(len(heads), dim=1)
+            head = torch.tensor(heads).repeat(len(rows))
+            made.append(_Alike(edit.cells.layers, edit.donor, torch.stack([row, head, place]).to(self.model.device)))
         return made
 
-    def _lines(self, layer: int) -> Lines | None:
+    def _lines(self, at: int, layer: int) -> Lines | None:
         """A layer's edited cells, gathered when it runs, so that only one layer's are held."""
-        where, ks, vs = [], [], []
-        for layers, donor, lines in self._edits:
-            if layers is not None and layer not in layers:
-                continue
-            where.append(lines)
-            head, place = lines[1:]
-            for name, found in (("k", ks), ("v", vs)):
-                if donor is None:
-                    found.append(self.groups[0].shared.layers[layer][name].new_zeros(len(head), self._width(layer)))
-                else:
-                    found.append(donor.layers[layer][name][head, place])
-        if not where:
+        here = [alike for alike in self._edits[at] if alike.layers is None or layer in alike.layers]
+        if not here:
             return None
-        row, head, place = torch.cat(where, dim=1)
+        cells = [self._cells(alike, self.groups[at].shared, layer) for alike in here]
+        row, head, place = torch.cat([alike.where for alike in here], dim=1)
+        k, v = (torch.cat([both[i] for both in cells]) for i in (0, 1))
+        if len(here) == 1:  # made in the order of the rows
+            return Lines(row, head, place, k, v)
         order = row.argsort(stable=True)
-        return Lines(row[order], head[order], place[order], torch.cat(ks)[order], torch.cat(vs)[order])
+        return Lines(row[order], head[order], place[order], k[order], v[order])
 
-    def _width(self, layer: int) -> int:
-        return self.groups[0].shared.layers[layer]["k"].shape[2]
+    def _cells(self, alike: _Alike, shared: KVState, layer: int) -> tuple[Tensor, Tensor]:
+        _, head, place = alike.where
+        tensors = (shared if alike.donor is None else alike.donor).layers[layer]
+        found = tensors["k"][head, place], tensors["v"][head, place]
+        return found if alike.donor is not None else (torch.zeros_like(found[0]), torch.zeros_like(found[1]))
 
 
 @contextmanager
@@ -433,7 +441,7 @@ def _run_by(tree: Any, batch: _Batch) -> Iterator[None]:
     """Put rows into the layers where they enter and patches where they belong; nothing is left behind."""
     layers = list(tree.base_model.layers)
     with ExitStack() as stack:
-        for index, layer in enumerate(layers[: batch.first]):
+        for layer in layers[: batch.first]:
             stack.enter_context(_forward_of(layer, _skip))
         for index, layer in enumerate(layers):
             if index >= batch.first:

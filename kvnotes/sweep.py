@@ -21,6 +21,7 @@ from kvnotes.points import patterns, visited
 
 Engine = Literal["rows", "hooks"]
 Progress = Callable[[int, int], None]  # interventions answered, of how many
+ENTRIES = 4  # layers over which the rows of one forward may enter: fewer run alone, more make small products
 Seen = dict[tuple[Point, int], Float[Tensor, "row pos width"]]
 
 
@@ -127,8 +128,9 @@ class Trial:
         plans = [plan.make(one, self.pair) for one in interventions]
         for (point, run), start in plan.wanted(plans).items():
             self._trace(point, run, start=start)
-        listed = [(one, plan.row(one, self)) for one in plans]
-        listed.sort(key=lambda planned: (_enters(*planned), planned[0].key))
+        # rows that enter within a few layers of one another, those of one group side by side
+        listed = plan.rows(plans, self)
+        listed.sort(key=lambda planned: (_enters(*planned) // ENTRIES, planned[0].key))
         batch: list[tuple[Plan, rows.Row]] = []
         held = 0
         for one, row in listed:
@@ -254,9 +256,10 @@ def _watched(model: Any, points: Sequence[Point], seen: Seen) -> ExitStack:
 def _traces(seen: Seen, start: int, *, runs: Sequence[State]) -> dict[tuple[Point, State], Trace]:
     """What was seen, by point and run: the runs are the first rows of the batch that was run."""
     layers = 1 + max((layer for _, layer in seen), default=-1)
+    points: list[Point] = list(dict.fromkeys(point for point, _ in seen))
     return {
         (point, run): Trace(start, torch.stack([seen[point, layer][row] for layer in range(layers)]))
-        for point in dict.fromkeys(point for point, _ in seen)
+        for point in points
         for row, run in enumerate(runs)
     }
 

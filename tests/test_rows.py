@@ -82,13 +82,11 @@ def test_rows_that_change_nothing_or_what_is_not_there_are_errors(trial):
         (Row(edits=(Edit(cells=Cells(positions=()), donor=target),)), "names no cell"),
         (Row(edits=(Edit(cells=Cells(positions=(1,)), donor=target.crop(4)),)), "different positions"),
         (Row(blocks=(Block(**(block | {"keys": ()})),)), "names no head, query or key"),
-        (Row(blocks=(Block(**(block | {"heads": (7,)})),)), "no query head to block 7"),
+        (Row(blocks=(Block(**(block | {"heads": (7,)})),)), "no query head to block"),
         (Row(blocks=(Block(**(block | {"layer": 4})),)), "no layer to block 4"),
         (Row(patches=(Patch(point="z", layer=0, index=0, value=torch.zeros(3), head=0),)), "takes a value of"),
         (Row(patches=(Patch(point="resid_pre", layer=9, index=0, value=torch.zeros(32)),)), "no layer to patch 9"),
     ):
-        if row.blocks and row.blocks[0].heads == (7,) and model.shape["heads"] == 7:
-            message = "only 0..6"
         with pytest.raises(CacheError, match=message):
             run(model, [group(base, [row])], vocab=None)
     with pytest.raises(CacheError, match="no intervention to run"):
@@ -155,7 +153,7 @@ def test_patches_equal_bridge_hooks_on_whole_forwards(trial, point, traced):
 
 
 def test_no_hook_is_left_behind(trial):
-    model, base, target = trial
+    model = trial[0]
     forwards = {name: module.forward for name, module in model.twin.named_modules()}
     state = prefill(model, TOKENS, start=0)[1]
     late = Row(patches=(Patch(point="z", layer=3, index=0, value=torch.zeros(model.shape["d_head"]), head=0),))

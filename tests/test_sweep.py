@@ -183,6 +183,13 @@ def test_interventions_that_change_nothing_are_errors(trial):
         Together(
             name="x",
             parts=(
+                CacheEdit(name="y", positions=(7, 9), into="base", donor="target"),
+                CacheEdit(name="z", positions=(9,), into="base", donor=None, layers=(2,)),
+            ),
+        ),
+        Together(
+            name="x",
+            parts=(
                 CacheEdit(name="y", positions=(9,), into="base", donor="target"),
                 Recompute(name="z", positions=(9,), into="base", tokens="base"),
             ),
@@ -200,7 +207,7 @@ def test_identities_of_interventions(trial):
     and features that are the run's own change nothing; a direction of full rank is the whole activation."""
     pair, width = trial.pair, trial.model.shape["d_model"]
     eye, zero = Direction(torch.eye(width)), torch.zeros(width)
-    own = Features(lambda x: torch.relu(x), torch.eye(width), (1, 2))
+    own = Features(torch.relu, torch.eye(width), (1, 2))
     place = {"point": "resid_pre", "layer": 1, "position": 9, "into": "base"}
     found = trial.margins(
         [
