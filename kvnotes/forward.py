@@ -94,6 +94,20 @@ def forward(
     states after the forward are wanted; without, a layer's K/V are dropped once it has run. A token sees every cell
     whose position is at most its own and within the layer's window. Raises CacheError on mismatches.
     """
+    return differentiable(model, tokens, positions=positions, past=past, over=over, read=read, keep=keep)
+
+
+def differentiable(
+    model: Any,
+    tokens: Int[Tensor, "batch new"],
+    *,
+    positions: Int[Tensor, "new"],
+    past: Sequence[KVState] | None,
+    over: Sequence[int] | None,
+    read: Sequence[int],
+    keep: bool,
+) -> Output:
+    """`forward` in the caller's grad mode: the graph of the logits is kept where gradients are on."""
     tokens, positions = tokens.to(model.device), positions.to(model.device)
     _check(tokens, positions, past, over)
     old = None if past is None else past[0].positions[0]

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes import hooks, memory, plan, readout, rows
+from kvnotes import attribution, hooks, memory, plan, readout, rows
 from kvnotes.cache import CacheError, Cells, KVState
 from kvnotes.forward import decode, forward, prefill
 from kvnotes.instance import TokenPair
-from kvnotes.interventions import Intervention, Point, State, parts
+from kvnotes.interventions import ActivationPatch, Intervention, Point, State, parts
 from kvnotes.plan import Plan
 from kvnotes.points import patterns, visited
 
@@ -96,6 +96,14 @@ class Trial:
         answers = self.logits(interventions, vocab=vocab)
         both = torch.stack([*answers.values(), torch.zeros(2, device=self.model.device)])
         return dict(zip(answers, (both[:, 1] - both[:, 0]).tolist(), strict=False))
+
+    def screened(self, patches: Sequence[ActivationPatch], *, least: float) -> dict[str, float]:
+        """The exact margins of those patches whose effect is, to first order, more than `least` of the arms' gap.
+
+        The screen can miss: a patch that is left out may have an effect that its gradient does not show.
+        """
+        sizes = attribution.effects(self, patches)
+        return self.margins([patch for patch in patches if sizes[patch.name] > least * abs(self.unedited.gap)])
 
     def logits(self, interventions: Sequence[Intervention], *, vocab: Sequence[int] | None) -> dict[str, Tensor]:
         """Each intervention's float32 logits at the decision, by its name, for some token ids or (None) for all.

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvnotes import models
+from kvnotes import attribution, models
 from kvnotes.cache import CacheError, mean
 from kvnotes.interventions import (
     ActivationPatch,
@@ -269,3 +269,45 @@ def test_all_logits_are_there_for_p_full(trial):
     torch.testing.assert_close(two, every[[5, 2]])
     margin = every[trial.pair.target_action] - every[trial.pair.base_action]
     assert trial.margins([edit])["notes"] == pytest.approx(float(margin), abs=1e-5)
+
+
+def test_gradients_equal_finite_differences(trial):
+    """A small step along an activation moves the margin by the gradient's share of it, at every layer."""
+    generator = torch.Generator().manual_seed(5)
+    for point in ("resid_pre", "z", "mlp_out"):
+        slope = attribution.gradients(trial, "base", points=[point], start=7)[point]
+        step = 3e-4 * torch.randn(slope.shape[2], generator=generator)
+        steps = [
+            ActivationPatch(
+                name=f"{layer} {sign}",
+                point=point,
+                layer=layer,
+                position=9,
+                into="base",
+                donor=sign * step,
+                mix=Added(),
+            )
+            for layer in range(4)
+            for sign in (1, -1)
+        ]
+        moved = trial.margins(steps)
+        for layer in range(4):
+            measured = (moved[f"{layer} 1"] - moved[f"{layer} -1"]) / 2
+            assert measured == pytest.approx(float(step @ slope[layer, 2]), abs=2e-5, rel=0.01), (point, layer)
+
+
+def test_a_screened_sweep_is_exact_where_it_answers(trial):
+    patches = [
+        ActivationPatch(name=f"{layer} {p}", point="resid_pre", layer=layer, position=p, into="base", donor="target")
+        for layer in range(4)
+        for p in range(trial.pair.changed[0], len(trial.pair.base_ids))
+    ]
+    exact, sizes = trial.margins(patches), attribution.effects(trial, patches)
+    scale = abs(trial.unedited.gap)
+    some = trial.screened(patches, least=0.05)
+    assert some == pytest.approx({name: exact[name] for name in some}, abs=1e-4)
+    assert set(some) == {name for name, size in sizes.items() if size > 0.05 * scale}
+    assert trial.screened(patches, least=1e9) == {}
+    own = ActivationPatch(name="x", point="z", layer=0, position=9, into="base", donor=None)
+    with pytest.raises(CacheError, match="only whole activations of the other arm"):
+        trial.screened([own], least=0.1)
