@@ -216,6 +216,8 @@ def self_check(booted: Unproved) -> dict[str, Bounded]:
         "explicit masks equal the model's own": _size(full - reference),
         "cached decode equals full forward": _size(cached - full),
     }
+    if model.twin is not None:
+        errors["an edited row equals the copied cache"] = _row_error(model, past, tokens)
     reach = {
         "a cache edit moves the logits": _size(moved - cached),
         "a hook moves the logits": _size(_hooked(model, tokens) - bridged),
@@ -256,6 +258,17 @@ def _turns(booted: Unproved) -> bool:
     moved = here.shift(57, model.rotation)
     size = max(float(layer["k"].abs().max()) for layer in here.layers)
     return moved.deviation(there, start=0, stop=len(text)) <= model.tolerance * max(1.0, size)
+
+
+def _row_error(model: Model, past: KVState, tokens: list[int]) -> float:
+    """A row whose cells are all those of another text, against the decode over a copied cache."""
+    query, cells = tokens[past.length :], Cells(positions=None)
+    donor = prefill(model, tokens[::-1], start=0)[1].crop(past.length)
+    expected = decode(model, [past.replace(cells, donor)], query, start=past.length, read=[len(query) - 1])[0, 0]
+    positions = tuple(range(past.length, len(tokens)))
+    row = rows.Row(edits=(rows.Edit(cells=cells, donor=donor),))
+    group = rows.Group(shared=past, ids=tuple(query), positions=positions, rows=(row,))
+    return _size(rows.run(model, [group], vocab=None)[0][0] - expected)
 
 
 def _size(difference: Tensor) -> float:

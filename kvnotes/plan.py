@@ -98,7 +98,9 @@ def wanted(plans: Sequence[Plan]) -> dict[tuple[Point, State], int]:
         asked: list[tuple[Point, State, int]] = []
         if plan.traced:
             asked.append(("resid_pre", plan.into, plan.first))
-        asked += [(patch.point, patch.donor, patch.position) for patch in patches if isinstance(patch.donor, str)]
+        for patch in patches:
+            if isinstance(patch.donor, str):
+                asked.append((patch.point, patch.donor, patch.position))
         for point, run, start in asked:
             found[point, run] = min(start, found.get((point, run), start))
     return found
