@@ -6,20 +6,21 @@ VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 
-# MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE RESULTS: each is the flag of its name; unset keeps the default.
+# MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS: each is the flag of its name; unset keeps the default.
 quote = '$(subst ','\'',$(1))'
 flag  = $(if $($(1)),--$(2) $(call quote,$($(1))))
 FLAGS = $(strip $(call flag,MODEL,model) $(call flag,TASK,task) $(call flag,PAIR,pair) $(call flag,WORDING,wording) \
         $(call flag,LAYOUT,layout) \
         $(call flag,N,n) $(call flag,SEED,seed) $(call flag,LENGTH,length) $(call flag,DEVICE,device) \
-        $(call flag,DTYPE,dtype) $(call flag,ENGINE,engine) $(call flag,RESULTS,results))
+        $(call flag,DTYPE,dtype) $(call flag,ENGINE,engine) \
+        $(call flag,MEMORY,memory) $(call flag,RESULTS,results))
 
 # A study's name is its file's stem; its module is found in the packages that hold studies.
 STUDIES := $(basename $(notdir $(filter-out %/__init__.py,$(wildcard probes/*.py circuits/*.py))))
 module   = $(if $(filter $(1),$(STUDIES)),$(subst /,.,$(basename $(wildcard probes/$(1).py circuits/$(1).py))))
 
 # A misspelled setting would be ignored, and the default model measured for minutes.
-KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE RESULTS R ARGS PYTHON VENV
+KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS QUICK R ARGS PYTHON VENV
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v)))
 $(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOWN),$(GIVEN)); known: $(KNOWN)))
 
@@ -28,7 +29,7 @@ $(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOW
 help: ## what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  studies: $(STUDIES)"
-	@echo "  settings: MODEL= TASK= PAIR= WORDING= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= ENGINE= RESULTS="
+	@echo "  settings: MODEL= TASK= PAIR= WORDING= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= ENGINE= MEMORY= RESULTS="
 
 setup: $(READY) ## create .venv with the versions known to work together
 
@@ -70,8 +71,9 @@ show: $(READY) ## print a record: R=results/<model>/<study>/<layout>.json
 	@test -n $(call quote,$(R)) || { echo "error: name a record: make show R=results/<model>/<study>/<layout>.json" >&2; exit 2; }
 	$(PY) -m kvnotes.cli show $(call quote,$(R))
 
-bench: $(READY) ## seconds of load, prefill and decode on this machine
-	$(PY) -m kvnotes.cli bench $(call flag,MODEL,model) $(call flag,DEVICE,device) $(call flag,DTYPE,dtype)
+bench: $(READY) ## the engine beside TransformerLens and Hugging Face, half an hour; QUICK=1 is under 4 minutes
+	$(PY) -m bench $(if $(QUICK),--quick) $(call flag,MODEL,model) $(call flag,DEVICE,device) $(call flag,DTYPE,dtype) \
+	  $(if $(RESULTS),--out $(call quote,$(RESULTS)/bench))
 
 clean: ## remove the environment and tool caches; records, figures and weights stay
 	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache

@@ -131,14 +131,16 @@ def _spans(total: int, size: int) -> Iterator[slice]:
 
 def _block(s: Segment, unseen: tuple[Tensor | None, Tensor | None], row: int) -> Float[Tensor, "kv row group query d"]:
     cells, lines = s.shared.k.shape[1], s.lines
-    shape = s.q.shape[:4]
-    past = (s.q.flatten(1, 3) @ s.shared.k.mT).view(*shape, cells)
+    shape, new = s.q.shape[:4], s.k.shape[2]
+    scores = s.q.new_empty(*shape, cells + new)
+    past, own = scores[..., :cells], scores[..., cells:]
+    for q, k, into in zip(s.q.flatten(1, 3), s.shared.k, past.flatten(1, 3), strict=True):
+        torch.mm(q, k.T, out=into)  # into its place, which saves a copy of all scores
+    own.copy_((s.q.flatten(2, 3) @ s.k.mT).view(*shape, new))
     if lines is not None:
         past[lines.head, lines.row, :, :, lines.place] = torch.einsum(
             "egtd,ed->egt", s.q[lines.head, lines.row], lines.k
         )
-    own = (s.q.flatten(2, 3) @ s.k.mT).view(*shape, s.k.shape[2])
-    scores = torch.cat([past, own], dim=-1)
     if s.softcap is not None:
         scores = torch.tanh(scores / s.softcap) * s.softcap
     lowest = torch.finfo(scores.dtype).min

@@ -11,7 +11,6 @@ from rich import box
 from rich.table import Table
 
 from kvnotes import commandline, records, report
-from kvnotes import config as configs
 from kvnotes.config import RunConfig
 
 if TYPE_CHECKING:
@@ -106,19 +105,6 @@ def calibrate(
 
     lines = calibration.run(results, report.console())
     raise typer.Exit(0 if all(line.holds for line in lines) else 1)
-
-
-@app.command()
-def bench(
-    model: Annotated[str | None, typer.Option(help="model to time")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<i>")] = None,
-    dtype: Annotated[str | None, typer.Option(help="precision of the forward passes")] = None,
-) -> None:
-    """Time loading, prefill and decode on this machine."""
-    from kvnotes import bench as timing
-
-    flags = {"model": model, "device": device, "dtype": dtype}
-    timing.run(configs.make(RunConfig, study="bench", flags=flags), report.console())
 
 
 def main() -> None:
