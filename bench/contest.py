@@ -97,7 +97,8 @@ class Rival:
 
 def run(bench: Bench, job: Job) -> tuple[Result, dict[str, float]]:
     """Ours and each peer in turns, so that a machine that changes its speed does so for all; and our margins."""
-    rivals = [_rival(bench, job, peer) for peer in PEERS if peer.workload == job.workload.name]
+    setup = Setup(trial=workloads.fresh(job.chosen.trial), plain=bench.plain)
+    rivals = [_rival(bench, job, peer, setup) for peer in PEERS if peer.workload == job.workload.name]
     ours, captures, memory, margins = [], [], [], {}
     for number in range(bench.plan.rounds[job.workload.name, job.length]):
         trial = workloads.fresh(job.chosen.trial, _ticker(bench, job.workload.flops))
@@ -160,9 +161,8 @@ def cost(bench: Bench, job: Job) -> float:
     return rounds * job.workload.flops + min(rounds, bench.plan.peer_rounds) * theirs
 
 
-def _rival(bench: Bench, job: Job, peer: Peer) -> Rival:
+def _rival(bench: Bench, job: Job, peer: Peer, setup: Setup) -> Rival:
     rival = Rival(peer=peer, chosen=_subset(bench, job, peer))
-    setup = Setup(trial=workloads.fresh(job.chosen.trial), plain=bench.plain)
     rival.skipped = peer.missing(setup)
     if rival.skipped is None:
         rival.attempt(lambda: rival.prepare(setup, warm=job.length == "short"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -34,6 +34,7 @@ class Setup:
 
     trial: Trial
     plain: Any | None
+    caches: dict[str, Any] = field(default_factory=dict)  # TransformerLens' cache of the donor's run, by point
 
     @property
     def base(self) -> Tensor:
@@ -93,7 +94,24 @@ def plain_copy(model: Any) -> Iterator[Any | None]:
 
 
 def _frozen_forwards(setup: Setup) -> Ask:
-    """A whole bridge forward an edit, every cached key and value held by hooks."""
+    """A whole bridge forward an edit, every cached key and value held by hooks, logits as the bridge gives them."""
+    trial, pair = setup.trial, setup.trial.pair
+    places = range(pair.query[0])
+
+    @torch.no_grad()
+    def ask(edits: Sequence[CacheEdit]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for one in edits:
+            points = hooks.frozen(trial.states["base"].replace(one.cells, trial.states["target"]), places)
+            logits = trial.model.bridge.run_with_hooks(setup.base, fwd_hooks=points)
+            found[one.name] = _margin(logits[0, -1], pair)
+        return found
+
+    return ask
+
+
+def _last_logits(setup: Setup) -> Ask:
+    """The same with the last token's logits only, which the bridge can be asked for: our ENGINE=hooks."""
     trial = setup.trial
 
     def ask(edits: Sequence[CacheEdit]) -> dict[str, float]:
@@ -233,6 +251,7 @@ def _pyvene(setup: Setup) -> Ask:
 
 PEERS = (
     Peer(name="frozen-cache full forwards", workload="W1", prepare=_frozen_forwards),
+    Peer(name="frozen-cache forwards, last logits only", workload="W1", prepare=_last_logits),
     Peer(
         name=f"Hugging Face, batch of {BATCH}", workload="W1", prepare=_copied_caches(BATCH), decodes=True, plain=True
     ),
@@ -279,8 +298,11 @@ def _edited_copies(trial: Trial, edits: Sequence[CacheEdit]) -> Any:
 @torch.no_grad()
 def _bridge_cache(setup: Setup, point: str) -> Any:
     """TransformerLens' cache of the donor's run, at one kind of point."""
-    bridge = setup.trial.model.bridge
-    return bridge.run_with_cache(setup.target, names_filter=lambda name: name.endswith(f".hook_{point}"))[1]
+    if point not in setup.caches:
+        bridge = setup.trial.model.bridge
+        found = bridge.run_with_cache(setup.target, names_filter=lambda name: name.endswith(f".hook_{point}"))
+        setup.caches[point] = found[1]
+    return setup.caches[point]
 
 
 def _put_head(donor: Any, one: ActivationPatch) -> Callable[..., Tensor]:

@@ -20,6 +20,7 @@ class Plan:
     rounds: Mapping[tuple[str, Length], int]  # repeats of ours, by workload
     peer_rounds: int
     strides: Mapping[Length, Stride]
+    screens: tuple[Length, ...]  # where the screened W3 is run
     subsets: Mapping[tuple[str, str, Length], int]  # interventions that a peer is timed on
     optional: Mapping[Length, int]  # the same for the peers that are no bound
     curve_lengths: tuple[int, ...]
@@ -36,12 +37,13 @@ class Plan:
         return self.subsets.get((workload, peer, length), self.optional[length])
 
 
+LONG = 1040  # a setting that makes prompts of about 960 tokens with the default model's tokenizer
 FROZEN, HF64, HF1 = "frozen-cache full forwards", "Hugging Face, batch of 64", "Hugging Face, one at a time"
 TL, DECODE = "TransformerLens patching", "one head a cached bridge decode"
 
 FULL = Plan(
     name="full",
-    lengths={"short": 0, "long": 960},
+    lengths={"short": 0, "long": LONG},
     rounds={
         ("W1", "short"): 7,
         ("W2", "short"): 5,
@@ -52,6 +54,7 @@ FULL = Plan(
     },
     peer_rounds=2,
     strides={"short": Stride(), "long": Stride(layers=4, positions=64)},
+    screens=("short", "long"),
     subsets={
         ("W1", FROZEN, "short"): 24,
         ("W1", FROZEN, "long"): 4,
@@ -67,14 +70,14 @@ FULL = Plan(
         ("W3", TL, "long"): 4,
     },
     optional={"short": 12, "long": 3},
-    curve_lengths=(0, 200, 500, 1000, 2000, 4000),
+    curve_lengths=(0, 200, 500, LONG, 2000, 4000),
     curve_edits=(1, 4, 16, 64, 256, ALL),
     curve_rounds=3,
 )
 
 QUICK = Plan(
     name="quick",
-    lengths={"short": 0, "long": 960},
+    lengths={"short": 0, "long": LONG},
     rounds={
         ("W1", "short"): 3,
         ("W2", "short"): 2,
@@ -84,23 +87,24 @@ QUICK = Plan(
         ("W3", "long"): 1,
     },
     peer_rounds=1,
-    strides={"short": Stride(layers=4, positions=8), "long": Stride(layers=8, positions=240)},
+    strides={"short": Stride(layers=4, positions=8), "long": Stride(layers=12, positions=400)},
+    screens=("short",),
     subsets={
         ("W1", FROZEN, "short"): 6,
-        ("W1", FROZEN, "long"): 2,
+        ("W1", FROZEN, "long"): 1,
         ("W1", HF64, "short"): ALL,
         ("W1", HF64, "long"): 128,
         ("W1", HF1, "short"): 16,
         ("W1", HF1, "long"): 8,
         ("W2", TL, "short"): 6,
-        ("W2", TL, "long"): 2,
+        ("W2", TL, "long"): 1,
         ("W2", DECODE, "short"): 24,
         ("W2", DECODE, "long"): 12,
         ("W3", TL, "short"): 6,
-        ("W3", TL, "long"): 2,
+        ("W3", TL, "long"): 1,
     },
     optional={"short": 4, "long": 1},
-    curve_lengths=(0, 200, 500, 1000),
+    curve_lengths=(0, 200, 500, LONG),
     curve_edits=(1, 4, 16, 64, 256),
     curve_rounds=2,
 )

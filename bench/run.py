@@ -80,7 +80,7 @@ def _measure(model: models.Model, config: RunConfig, plan: Plan, console: Consol
             result, margins = contest.run(bench, job)
             measured.append(result)
             console.print(tables.result(results.described(result, peak)))
-            if job.workload.name == "W3":
+            if job.workload.name == "W3" and job.length in plan.screens:
                 screened.append(contest.screen(bench, job, result, margins))
                 console.print(tables.screened([asdict(screened[-1])]))
         bar.update(task, description="cost against length and edits")
@@ -93,11 +93,9 @@ def _jobs(model: models.Model, config: RunConfig, plan: Plan, shapes: costs.Cost
     chosen: dict[Length, tuple[Chosen, Timing]] = {}
     for length, tokens in plan.lengths.items():
         one = workloads.choose(model, _at(config, tokens))
-        pair = one.trial.pair
-        seconds = [
-            timed(lambda pair=pair: workloads.run(model, pair, config), model.device)[0]
-            for _ in range(plan.peer_rounds)
-        ]
+        pair, seconds = one.trial.pair, [one.seconds]
+        for _ in range(plan.peer_rounds - 1):
+            seconds.append(timed(lambda pair=pair: workloads.run(model, pair, config), model.device)[0])
         chosen[length] = one, Timing(repeats=tuple(seconds))
     return [
         Job(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.costs import Costs
+from bench.measure import timed
 from kvnotes import plan, runner
 from kvnotes.config import RunConfig
 from kvnotes.errors import KVNotesError
@@ -43,9 +44,10 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chosen:
-    """The pair of one prompt length, with both arms run."""
+    """The pair of one prompt length, with both arms run, which took `seconds`."""
 
     trial: Trial
+    seconds: float
     competent: bool
     tried: int
 
@@ -55,13 +57,15 @@ def choose(model: Any, config: RunConfig) -> Chosen:
 
     Raises BenchError where no pair fits the model's tokenizer.
     """
-    pairs = pairs_of(model, config)[:TRIES]
-    trials: list[Trial] = []
-    for pair in pairs:
-        trials.append(run(model, pair, config))
-        if trials[-1].unedited.passes(config.gate_gap):
-            return Chosen(trial=trials[-1], competent=True, tried=len(trials))
-    return Chosen(trial=max(trials, key=lambda one: abs(one.unedited.gap)), competent=False, tried=len(trials))
+    found: list[Chosen] = []
+    for number, pair in enumerate(pairs_of(model, config)[:TRIES]):
+        seconds, trial = timed(lambda pair=pair: run(model, pair, config), model.device)
+        competent = trial.unedited.passes(config.gate_gap)
+        found.append(Chosen(trial=trial, seconds=seconds, competent=competent, tried=number + 1))
+        if competent:
+            return found[-1]
+    widest = max(found, key=lambda one: abs(one.trial.unedited.gap))
+    return replace(widest, tried=len(found))
 
 
 def pairs_of(model: Any, config: RunConfig) -> list[TokenPair]:

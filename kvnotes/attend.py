@@ -183,12 +183,20 @@ def plain(
     *,
     scaling: float,
     softcap: float | None,
-) -> tuple[Float[Tensor, "row new head d_head"], Float[Tensor, "row head new keys"]]:
-    """Attention over given keys and values, which are not repeated for their query heads; and its pattern."""
-    q = rearrange(query, "r (kv g) m d -> r kv g m d", kv=key.shape[1])
-    scores = torch.einsum("rhgmd,rhnd->rhgmn", q, key) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    weights = torch.softmax(scores + mask[:, :, None], dim=-1, dtype=torch.float32).to(q.dtype)
-    z = rearrange(torch.einsum("rhgmn,rhnd->rhgmd", weights, value), "r kv g m d -> r m (kv g) d")
-    return z, weights.flatten(1, 2)
+) -> tuple[Float[Tensor, "row new head d_head"], Float[Tensor, "row head new keys"] | None]:
+    """Attention over given keys and values, which are not repeated for their query heads, in blocks of queries; and,
+    of a few queries that are one block, the pattern."""
+    rows, heads, new, _ = query.shape
+    q = rearrange(query * scaling, "r (kv g) m d -> r kv g m d", kv=key.shape[1])
+    made, weights = [], None
+    for t in _spans(new, SCORES // (rows * heads * key.shape[2])):
+        seen = mask[0, 0, t]
+        stop = 1 + int((seen > torch.finfo(seen.dtype).min).any(dim=0).nonzero().max())  # what follows, no query sees
+        scores = (q[:, :, :, t].flatten(2, 3) @ key[:, :, :stop].mT).unflatten(2, (-1, t.stop - t.start))
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        weights = torch.softmax(scores + seen[:, :stop], dim=-1, dtype=torch.float32).to(query.dtype)
+        z = (weights.flatten(2, 3) @ value[:, :, :stop]).unflatten(2, (-1, t.stop - t.start))
+        made.append(rearrange(z, "r kv g m d -> r m (kv g) d"))
+    whole = weights is not None and len(made) == 1 and weights.shape[-1] == key.shape[2]
+    return torch.cat(made, dim=1), weights.flatten(1, 2) if whole and weights is not None else None

@@ -15,12 +15,14 @@ from kvnotes.rows import Row
 def estimate(model: Any, tokens: int, *, budget: int) -> int:
     """Bytes beside the weights that a pair of `tokens` tokens takes at most.
 
-    Two states and one in the making; one layer's attention scores and MLP of a whole forward; the logits of a row; and
-    a batch of rows with the residuals that it starts from and is given.
+    Two states and one in the making; one layer's attention and MLP of a whole forward; the logits of a row; and a
+    batch of rows with the residuals that it starts from and is given.
     """
     size = torch.finfo(model.dtype).bits // 8
     states = 3 * model.bytes_per_token() * tokens
-    scores = 3 * model.shape["heads"] * tokens * tokens * max(size, 4)  # scores, softmax in float32, and its copy
+    # scores, softmax in float32, and its copy: of all heads at once where the attention is the model's own, else in
+    # blocks, so that the masks are larger
+    scores = 3 * (model.shape["heads"] if model.twin is None else 1) * tokens * tokens * max(size, 4)
     traces = 2 * model.shape["layers"] * model.shape["d_model"] * tokens * size
     return states + scores + tokens * _per_token(model) + 4 * model.hf.config.vocab_size + traces + budget
 

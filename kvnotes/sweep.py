@@ -215,7 +215,7 @@ class Trial:
         seen: dict[int, Tensor] = {}
         with patterns(self.model.twin, lambda layer, pattern: seen.update({layer: pattern[0]})):
             _decode(self.model, self.pair, [self.states[run]])
-        return torch.stack([seen[layer] for layer in sorted(seen)])
+        return torch.stack([seen[layer] for layer in sorted(seen)])  # a query block is one block of queries
 
     def cropped(self, state: KVState, length: int) -> KVState:
         """A state's first cells; the same object for the same state, so that edits from one donor are made together."""
