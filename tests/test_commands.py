@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvnotes import bench, calibrate, cli, preview
+from kvnotes import calibrate, cli, preview
 from kvnotes import config as configs
 from kvnotes.calibrate import Line
 from kvnotes.config import RunConfig
@@ -63,13 +63,6 @@ def test_every_planted_model_is_calibrated_and_a_wrong_number_is_seen(tmp_path, 
     assert "NO" in text(out)
 
 
-@pytest.mark.parametrize("command", ["show", "diff", "summarise", "models", "tasks", "calibrate", "bench", "schema"])
+@pytest.mark.parametrize("command", ["show", "diff", "summarise", "models", "tasks", "calibrate", "schema"])
 def test_each_command_explains_itself(command):
     assert CliRunner().invoke(cli.app, [command, "--help"]).exit_code == 0
-
-
-def test_timing_prints_every_row():
-    out = console()
-    bench.run(configs.make(RunConfig, study="bench", flags={"model": "planted-notes"}), out)
-    assert "prefill of 107 tokens" in text(out)
-    assert "one token over 16 states of 960" in text(out)

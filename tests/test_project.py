@@ -18,8 +18,9 @@ MAY_IMPORT = {
     "figures": {"kvnotes", "figures"},
     "probes": {"kvnotes"},
     "circuits": {"kvnotes"},
+    "bench": {"kvnotes", "bench"},
 }
-OURS = {"kvnotes", "tasks", "figures", *STUDIES}
+OURS = {"kvnotes", "tasks", "figures", "bench", *STUDIES}
 
 
 def modules(package: str) -> list[Path]:
