@@ -9,7 +9,7 @@ from typing import Any
 from bench.costs import Costs
 from bench.measure import timed
 from kvnotes import plan, runner
-from kvnotes.config import RunConfig
+from kvnotes.config import MEGABYTE, RunConfig
 from kvnotes.errors import KVNotesError
 from kvnotes.instance import TokenPair
 from kvnotes.interventions import ActivationPatch, CacheEdit
@@ -96,7 +96,7 @@ def spread(count: int, of: int) -> tuple[int, ...]:
 
 def run(model: Any, pair: TokenPair, config: RunConfig) -> Trial:
     """A trial from nothing: both arms run, which are the two traces."""
-    return Trial.run(model, pair, engine="rows", budget=config.budget)
+    return Trial.run(model, pair, engine="rows", budget=config.memory * MEGABYTE)
 
 
 def fresh(trial: Trial, progress: Callable[[int, int], None] = lambda *_: None) -> Trial:

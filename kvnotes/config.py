@@ -20,6 +20,8 @@ from kvnotes.errors import KVNotesError, UnknownName
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
+MEGABYTE = 10**6
+
 # What names the record (model, layout, task) or only says where it goes; everything else, changed, adds a hash.
 NOT_IN_NAME = frozenset({"study", "model", "layout", "results", "memory"})
 
@@ -55,11 +57,6 @@ class RunConfig(BaseModel):
     resamples: int = Field(ge=100, le=1_000_000, description="bootstrap resamples")
     equivalence: float = Field(gt=0, description="margin of the 'about 0' tests, in recovery")
     identity: float = Field(gt=0, le=0.01, description="largest recovery error of an identity in float32")
-
-    @property
-    def budget(self) -> int:
-        """`memory` in bytes."""
-        return self.memory * 10**6
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:

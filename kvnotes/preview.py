@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvnotes import models, runner
-from kvnotes.config import RunConfig
+from kvnotes.config import MEGABYTE, RunConfig
 from kvnotes.instance import Skipped, TokenPair
 from kvnotes.sweep import Trial
 
@@ -40,7 +40,7 @@ def show(config: RunConfig, console: Console) -> None:
         console.print(sample(next(group), model.tokenizer))
     console.print(legend())
     trials = [
-        Trial.run(model, pair, engine=config.engine, budget=config.budget)
+        Trial.run(model, pair, engine=config.engine, budget=config.memory * MEGABYTE)
         for pair in track(usable, "unedited model", console=console)
     ]
     console.print(dropped([one for one in tokenised if isinstance(one, Skipped)]))

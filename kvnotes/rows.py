@@ -423,7 +423,8 @@ class _Batch:
             return None
         cells = [self._cells(alike, self.groups[at].shared, layer) for alike in here]
         if len(here) == 1:  # they are in the order of the rows
-            return Lines(*here[0].where, *cells[0])
+            (row, head, place), (k, v) = here[0].where, cells[0]
+            return Lines(row, head, place, k, v)
         row, head, place = torch.cat([alike.where for alike in here], dim=1)
         k, v = (torch.cat([both[i] for both in cells]) for i in (0, 1))
         order = row.argsort(stable=True)

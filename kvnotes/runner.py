@@ -111,7 +111,8 @@ def measure_all(study: Study, model: Model, pairs: list[Pair]) -> list[Finished]
     """Every pair measured or skipped, in order, with progress; finished ones of an earlier run are taken over."""
     tokenised = tokenise(model, pairs, query=study.config.query)
     _require_some(tokenised, study.config)
-    _require_memory(model, [one for one in tokenised if isinstance(one, TokenPair)], budget=study.config.budget)
+    usable = [one for one in tokenised if isinstance(one, TokenPair)]
+    _require_memory(model, usable, budget=study.config.memory * configs.MEGABYTE)
     file = resume_file(study, model)
     known = {k: v for k, v in file.read().items() if k in {pair.id for pair in pairs}}
     file.start(known)
@@ -167,7 +168,7 @@ def _one(study: Study, model: Model, pair: TokenPair | Skipped) -> Finished:
     if isinstance(pair, Skipped):
         return Finished(instance=_skipped(pair), identities={}, noise=0.0)
     started = time.perf_counter()
-    trial = Trial.run(model, pair, engine=study.config.engine, budget=study.config.budget)
+    trial = Trial.run(model, pair, engine=study.config.engine, budget=study.config.memory * configs.MEGABYTE)
     measures = study.module.measure(trial, study.config)
     own = getattr(study.module, "identities", None)
     identities = trial.identities() | (own(trial, measures) if own else {})
@@ -301,8 +302,9 @@ def resummarise(path: Path) -> Record:
     record = records.read(path)
     module = discover.study(record.study)
     settings = getattr(module, "Settings", RunConfig)
-    usual = configs.defaults(record.study)["results"]
-    study = Study(module=module, config=settings(**{"results": usual, **record.provenance.config}))
+    # a setting that came later had its default's effect when the record was made
+    config = settings.model_validate(configs.defaults(record.study) | record.provenance.config)
+    study = Study(module=module, config=config)
     made = summarise(study, record.instances, float(record.model.noise_floor or 0.0))
     here = provenance.collect(study.config, module=discover.studies()[record.study])
     note = f"the summary was recomputed from the instances at commit {here.git_commit}"
