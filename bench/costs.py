@@ -4,8 +4,8 @@ FLOPs of a decoder layer for one token are 2 x its linear weights (of a mixture 
 plus 4 x heads x d_head x visible keys for the two attention products; norms, rotary code, softmax and the read-out of
 two logits are left out. What the workloads need:
 
-    W1  one decision token an intervention through all layers, but for the first layer's projections, which are still
-        the same for all of them.
+    W1  one decision token an intervention through all layers but the first, whose cells depend on their token alone
+        and so are the donor's already, and but for the second layer's projections, which are still the same for all.
     W2  one decision token from its own layer's output projection on (its z is patched) through the layers above.
     W3  the tokens from the patched position on. In the patched layer the patched token's projections, and every
         token's attention and MLP; in the layers above everything; but in the last layer only the keys and values of
@@ -53,9 +53,9 @@ class Costs:
         return len(self.windows)
 
     def cache_edit(self, tokens: int) -> int:
-        """W1: the decision token of a prompt of `tokens` over an edited cache."""
-        read = range(tokens - 1, tokens)
-        return self._mixed(0, read) + self._above(0, read)
+        """W1: the decision token of a prompt of `tokens` over a cache edited at a token that did not change."""
+        read, first = range(tokens - 1, tokens), min(1, self.layers - 1)
+        return self._mixed(first, read) + self._above(first, read)
 
     def head_patch(self, layer: int, tokens: int) -> int:
         """W2: the decision token from its z in `layer` on."""

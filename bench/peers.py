@@ -279,8 +279,8 @@ def _copy(state: KVState, rows: int = 1) -> Any:
 
     cache = DynamicCache()
     for layer, cells in enumerate(state.layers):
-        k, v = (cells[name].expand(rows, -1, -1, -1).clone() for name in ("k", "v"))
-        cache.update(k, v, layer)
+        k, v = (cells[name].expand(rows, -1, -1, -1) for name in ("k", "v"))
+        cache.update(k, v, layer)  # which copies
     return cache
 
 

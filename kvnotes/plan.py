@@ -108,7 +108,7 @@ def wanted(plans: Sequence[Plan]) -> dict[tuple[Point, State], int]:
 
 def rows(plans: Sequence[Plan], trial: Trial) -> list[tuple[Plan, Row]]:
     """The plans with their rows. One that gives the run what it has already (the embedding of a token that both arms
-    share) is the unedited run, bit for bit, and runs no more of it than the decision's last layer."""
+    share, or its cells in layer 0) is the unedited run, bit for bit, and runs no more of it than the last layer."""
     last, listed = Row(since=trial.model.shape["layers"] - 1), []
     for plan in plans:
         made = row(plan, trial)
@@ -118,7 +118,12 @@ def rows(plans: Sequence[Plan], trial: Trial) -> list[tuple[Plan, Row]]:
 
 
 def _idle(made: Row, plan: Plan, trial: Trial) -> bool:
-    if made.edits or made.blocks or any(p.point != "resid_pre" or p.mix is not None for p in made.patches):
+    layers = trial.model.shape["layers"]
+    if (
+        any(edit.since < layers for edit in made.edits)
+        or made.blocks
+        or any(p.point != "resid_pre" or p.mix is not None for p in made.patches)
+    ):
         return False
     own = trial.capture(plan.into, "resid_pre", plan.positions)
     return all(p.value is not None and torch.equal(own[p.layer, p.index], p.value.to(own)) for p in made.patches)
@@ -142,7 +147,14 @@ def _edit(edit: CacheEdit, plan: Plan, trial: Trial) -> Edit:
     if lost and max(lost) < trial.pair.query[0]:
         raise CacheError(f"{plan.name}: cells {lost} are computed anew after the edit, which would change nothing")
     donor = trial.states[edit.donor] if isinstance(edit.donor, str) else edit.donor
-    return Edit(cells=edit.cells, donor=None if donor is None else trial.cropped(donor, plan.first))
+    if donor is not None:
+        donor = trial.cropped(donor, plan.first)
+    if not plan.traced:  # such rows run every layer
+        return Edit(cells=edit.cells, donor=donor)
+    differs = trial.differs(plan.into, donor, plan.first)
+    layers = range(len(differs)) if edit.layers is None else sorted(edit.layers)
+    since = (layer for layer in layers if differs[layer, list(edit.positions)].any())
+    return Edit(cells=edit.cells, donor=donor, since=next(since, len(differs)))
 
 
 def _patch(patch: ActivationPatch, plan: Plan, trial: Trial) -> Patch:

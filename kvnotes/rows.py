@@ -36,10 +36,12 @@ POINTS: tuple[Point, ...] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_pos
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edit:
-    """Cells of the shared state taken from a donor at the same indices; None zeroes them."""
+    """Cells of the shared state taken from a donor at the same indices; None zeroes them. `since` is the first layer
+    whose cells differ from the state's own: below it the edit changes nothing."""
 
     cells: Cells
     donor: KVState | None
+    since: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +80,7 @@ class Row:
     @property
     def first(self) -> int:
         """The first layer at which the row differs from the unedited run."""
-        layers = [0 if edit.cells.layers is None else min(edit.cells.layers) for edit in self.edits]
+        layers = [edit.since for edit in self.edits]
         return min([*layers, *(change.layer for change in (*self.patches, *self.blocks))], default=self.since)
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -56,6 +57,7 @@ class Trial:
     fired: dict[str, int] = field(default_factory=dict)  # what each intervention changed, for the record
     traces: dict[tuple[Point, State], Trace] = field(default_factory=dict)
     crops: dict[tuple[int, int], tuple[KVState, KVState]] = field(default_factory=dict)
+    known_differences: dict[tuple[State, int], tuple[KVState, np.ndarray]] = field(default_factory=dict)
 
     @classmethod
     def run(
@@ -225,6 +227,21 @@ class Trial:
         if key not in self.crops:
             self.crops[key] = (state, state.crop(length))  # the state is held, so that its id stays its own
         return self.crops[key][1]
+
+    def differs(self, into: State, donor: KVState | None, length: int) -> np.ndarray:
+        """Which of a state's first cells a donor's are not bit for bit, by layer and position, in any KV head; all,
+        where there is no donor."""
+        own = self.cropped(self.states[into], length)
+        if donor is None:
+            return np.ones((own.n_layers, length), dtype=bool)
+        key = (into, id(donor))
+        if key not in self.known_differences:
+            own.fits(donor)
+            pairs = zip(own.layers, donor.layers, strict=True)
+            each = [torch.stack([(a[n] != b[n]).any(dim=(0, 2)) for n in a]).any(dim=0) for a, b in pairs]
+            # the donor is held, so that its id stays its own
+            self.known_differences[key] = (donor, torch.stack(each).cpu().numpy())
+        return self.known_differences[key][1]
 
     def _trace(self, point: Point, run: State, *, start: int) -> Trace:
         """A point's activations from `start` on, captured where they are not there yet."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvnotes import attribution, models
+from kvnotes import attribution, models, plan
 from kvnotes.cache import CacheError, mean
 from kvnotes.interventions import (
     ActivationPatch,
@@ -311,3 +311,17 @@ def test_a_screened_sweep_is_exact_where_it_answers(trial):
     own = ActivationPatch(name="x", point="z", layer=0, position=9, into="base", donor=None)
     with pytest.raises(CacheError, match="only whole activations of the other arm"):
         trial.screened([own], least=0.1)
+
+
+def test_an_edit_enters_where_its_cells_first_differ(trial):
+    """Layer 0's cells depend on their token alone, and downstream tokens are both arms': an edit of them is the
+    unedited run, and one of all layers runs from layer 1 on."""
+    pair = trial.pair
+    one = CacheEdit(name="one", positions=(9,), into="base", donor="target")
+    nothing = CacheEdit(name="nothing", positions=pair.downstream, into="base", donor="target", layers=(0,))
+    field = CacheEdit(name="field", positions=pair.changed, into="base", donor="target", layers=(0, 2))
+    entered = {p.name: r.first for p, r in plan.rows([plan.make(e, pair) for e in (one, nothing, field)], trial)}
+    assert entered["field"] == 0
+    if not trial.model.mixes_experts:  # whose rounding depends on the other tokens
+        assert entered == {"one": 1, "nothing": 3, "field": 0}
+        assert trial.margins([nothing])["nothing"] == pytest.approx(trial.unedited.base, abs=1e-6)
