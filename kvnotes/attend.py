@@ -9,7 +9,7 @@ off in blocks whose scores stay in a processor's cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from einops import rearrange
@@ -34,8 +34,15 @@ class Lines:
         low, high = torch.searchsorted(self.row, torch.tensor([start, stop], device=self.row.device)).tolist()
         if low == high:
             return None
-        cut = slice(low, high)
-        return Lines(self.row[cut] - start, self.head[cut], self.place[cut], self.k[cut], self.v[cut])
+        found = self._cut(slice(low, high))
+        return replace(found, row=found.row - start)
+
+    def cut(self, size: int) -> list[Lines]:
+        """The lines in pieces of at most about that many."""
+        return [self._cut(piece) for piece in _spans(len(self.row), size)]
+
+    def _cut(self, piece: slice) -> Lines:
+        return Lines(self.row[piece], self.head[piece], self.place[piece], self.k[piece], self.v[piece])
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,10 +144,9 @@ def _block(s: Segment, unseen: tuple[Tensor | None, Tensor | None], row: int) ->
     for q, k, into in zip(s.q.flatten(1, 3), s.shared.k, past.flatten(1, 3), strict=True):
         torch.mm(q, k.T, out=into)  # into its place, which saves a copy of all scores
     own.copy_((s.q.flatten(2, 3) @ s.k.mT).view(*shape, new))
-    if lines is not None:
-        past[lines.head, lines.row, :, :, lines.place] = torch.einsum(
-            "egtd,ed->egt", s.q[lines.head, lines.row], lines.k
-        )
+    cuts = [] if lines is None else lines.cut(SCORES // s.q[0, 0].numel())  # a line's queries are gathered
+    for one in cuts:
+        past[one.head, one.row, :, :, one.place] = torch.einsum("egtd,ed->egt", s.q[one.head, one.row], one.k)
     if s.softcap is not None:
         scores = torch.tanh(scores / s.softcap) * s.softcap
     lowest = torch.finfo(scores.dtype).min
@@ -153,10 +159,10 @@ def _block(s: Segment, unseen: tuple[Tensor | None, Tensor | None], row: int) ->
     old, new = weights[..., :cells], weights[..., cells:]
     z = (old.flatten(1, 3) @ s.shared.v).view(s.q.shape)
     z += (new.flatten(2, 3) @ s.v).view(s.q.shape)
-    if lines is not None:
-        change = lines.v - s.shared.v[lines.head, lines.place]
-        moved = torch.einsum("egt,ed->egtd", old[lines.head, lines.row, :, :, lines.place], change)
-        z.index_put_((lines.head, lines.row), moved, accumulate=True)
+    for one in cuts:
+        change = one.v - s.shared.v[one.head, one.place]
+        moved = torch.einsum("egt,ed->egtd", old[one.head, one.row, :, :, one.place], change)
+        z.index_put_((one.head, one.row), moved, accumulate=True)
     return z
 
 
@@ -183,13 +189,15 @@ def plain(
     *,
     scaling: float,
     softcap: float | None,
+    keep: bool,
 ) -> tuple[Float[Tensor, "row new head d_head"], Float[Tensor, "row head new keys"] | None]:
-    """Attention over given keys and values, which are not repeated for their query heads, in blocks of queries; and,
-    of a few queries that are one block, the pattern."""
+    """Attention over given keys and values, which are not repeated for their query heads, in blocks of queries; and
+    the pattern, where it is to be kept."""
     rows, heads, new, _ = query.shape
+    keys = key.shape[2]
     q = rearrange(query * scaling, "r (kv g) m d -> r kv g m d", kv=key.shape[1])
-    made, weights = [], None
-    for t in _spans(new, SCORES // (rows * heads * key.shape[2])):
+    made, patterns = [], []
+    for t in _spans(new, SCORES // (rows * heads * keys)):
         seen = mask[0, 0, t]
         stop = 1 + int((seen > torch.finfo(seen.dtype).min).any(dim=0).nonzero().max())  # what follows, no query sees
         scores = (q[:, :, :, t].flatten(2, 3) @ key[:, :, :stop].mT).unflatten(2, (-1, t.stop - t.start))
@@ -198,5 +206,6 @@ def plain(
         weights = torch.softmax(scores + seen[:, :stop], dim=-1, dtype=torch.float32).to(query.dtype)
         z = (weights.flatten(2, 3) @ value[:, :, :stop]).unflatten(2, (-1, t.stop - t.start))
         made.append(rearrange(z, "r kv g m d -> r m (kv g) d"))
-    whole = weights is not None and len(made) == 1 and weights.shape[-1] == key.shape[2]
-    return torch.cat(made, dim=1), weights.flatten(1, 2) if whole and weights is not None else None
+        if keep:
+            patterns.append(torch.nn.functional.pad(weights.flatten(1, 2), (0, keys - stop)))
+    return torch.cat(made, dim=1), torch.cat(patterns, dim=2) if keep else None

@@ -34,12 +34,14 @@ def effects(trial: Trial, patches: Sequence[ActivationPatch]) -> dict[str, float
     for patch in patches:
         if patch.mix is not None or not isinstance(patch.donor, str):
             raise CacheError(f"{patch.name}: only whole activations of the other arm can be screened by gradient")
+    if not patches:
+        return {}
     found: dict[str, float] = {}
-    start = min((patch.position for patch in patches), default=0)
+    start = min(trial.pair.query[0], *(patch.position for patch in patches))
     points: list[Point] = list(dict.fromkeys(patch.point for patch in patches))
     slopes = [gradients(trial, run, points=points, start=start) for run in trial.states]
     for point in points:
-        both = {run: trial.capture(run, point, range(start, len(trial.pair.base_ids))) for run in trial.states}
+        both = {run: trial.held(run, point, start, len(trial.pair.base_ids)) for run in trial.states}
         for patch in (patch for patch in patches if patch.point == point):
             assert isinstance(patch.donor, str)  # noqa: S101 (checked above)
             at = patch.layer, patch.position - start

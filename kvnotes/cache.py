@@ -125,10 +125,14 @@ class KVState:
 
     def fits(self, donor: KVState | None) -> None:
         """Raise CacheError where a donor's cells cannot stand in this state: other shapes or positions."""
-        if donor is not None and not torch.equal(self.positions, donor.positions):
+        if donor is None:
+            return
+        if self.positions.tolist() != donor.positions.tolist():
             raise CacheError("donor and state hold tokens at different positions; shift or slice one of them first")
-        if donor is not None and _shapes(donor) != _shapes(self):
-            raise CacheError("donor and state have tensors of different shapes: they come from different models")
+        if _kinds(donor) != _kinds(self):
+            raise CacheError(
+                "donor and state have tensors of different shapes, precision or device: they come from different models"
+            )
 
     def splice(self, *others: KVState) -> KVState:
         """This state followed by `others`, each at the positions it carries (shift first to move it)."""
@@ -196,8 +200,8 @@ def mean(states: Sequence[KVState]) -> KVState:
     return KVState(layers, first.positions)
 
 
-def _shapes(state: KVState) -> list[dict[str, tuple[int, ...]]]:
-    return [{name: tuple(t.shape) for name, t in layer.items()} for layer in state.layers]
+def _kinds(state: KVState) -> list[dict[str, tuple[object, ...]]]:
+    return [{name: (tuple(t.shape), t.dtype, t.device) for name, t in layer.items()} for layer in state.layers]
 
 
 def _put(tensor: Tensor, cells: Cells, source: Tensor | None) -> Tensor:

@@ -24,6 +24,7 @@ from kvnotes.interventions import (
     Point,
     Recompute,
     State,
+    mixed,
     parts,
     run_of,
 )
@@ -112,9 +113,10 @@ def _patch(model: Any, patch: ActivationPatch, pair: TokenPair) -> tuple[str, Ca
 
     def write(tensor: Tensor, hook: Any) -> Tensor:
         flat = tensor.clone().flatten(2)
-        own = flat[0, patch.position, mine(flat)]
-        new = patch.mix(own, donor) if patch.mix else torch.zeros_like(own) if donor is None else donor
-        flat[0, patch.position, mine(flat)] = new
+        own = flat[0, patch.position, mine(flat)].clone()
+        given = None if donor is None else donor.to(own, copy=True)
+        new = torch.zeros_like(own) if given is None else given
+        flat[0, patch.position, mine(flat)] = new if patch.mix is None else mixed(patch.mix, own, given)
         return flat.view_as(tensor)
 
     return point, write

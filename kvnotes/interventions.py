@@ -46,6 +46,14 @@ class Mix(Protocol):
         ...
 
 
+def mixed(mix: Mix, own: Float[Tensor, "width"], donor: Float[Tensor, "width"] | None) -> Float[Tensor, "width"]:
+    """What a mix makes of two activations. Raises CacheError where it is not an activation's shape."""
+    made = mix(own, donor)
+    if made.shape != own.shape:
+        raise CacheError(f"a mix gave numbers of shape {tuple(made.shape)} for an activation of {tuple(own.shape)}")
+    return made
+
+
 @dataclass(frozen=True, eq=False)
 class Direction:
     """The component in the span of some directions is the donor's, all else the run's own. Without a donor the
@@ -55,8 +63,9 @@ class Direction:
 
     def __call__(self, own: Float[Tensor, "width"], donor: Float[Tensor, "width"] | None) -> Float[Tensor, "width"]:
         """`own`, moved within the span."""
-        basis = torch.linalg.qr(self.directions.to(own).T).Q
-        return own + basis @ (basis.T @ ((0 if donor is None else donor) - own))
+        wide = own.float()  # there is no QR in half precision
+        basis = torch.linalg.qr(self.directions.to(wide).T).Q
+        return own + (basis @ (basis.T @ ((0 if donor is None else donor) - wide))).to(own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +92,7 @@ class Features:
         """`own`, moved along the chosen features' decoder rows by the change of their activations."""
         rows = list(self.chosen)
         change = (0 if donor is None else self.encode(donor)[rows]) - self.encode(own)[rows]
-        return own + change @ self.decoder[rows]
+        return own + (change @ self.decoder[rows].to(change)).to(own)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,7 +154,7 @@ Intervention = Part | Together
 
 def parts(one: Intervention) -> Sequence[Part]:
     """An intervention's parts: itself where it is no combination."""
-    return one.parts if isinstance(one, Together) else (one,)
+    return [part for given in one.parts for part in parts(given)] if isinstance(one, Together) else [one]
 
 
 def run_of(one: Intervention) -> State:

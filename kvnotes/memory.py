@@ -27,19 +27,22 @@ def estimate(model: Any, tokens: int, *, budget: int) -> int:
     return states + scores + tokens * _per_token(model) + 4 * model.hf.config.vocab_size + traces + budget
 
 
-def row(model: Any, *, tokens: int, row: Row, cells: int) -> int:
-    """Bytes that one row of a batch takes while its layers run: its tokens' activations and its edited cells."""
+def row(model: Any, *, tokens: int, row: Row, cells: int, read: int) -> int:
+    """Bytes that one row of a batch takes while its layers run: its tokens' activations, its edited cells, and the
+    logits that are read."""
     size = torch.finfo(model.dtype).bits // 8
     places = [cells if edit.cells.positions is None else len(edit.cells.positions) for edit in row.edits]
     lines = sum(places) * model.shape["kv_heads"]
-    return tokens * _per_token(model) + lines * model.shape["d_head"] * 5 * size  # k, v, in order, and the change
+    # of a cell k, v, both in the order of the rows, and where it is
+    return tokens * _per_token(model) + lines * (model.shape["d_head"] * 4 * size + 48) + read * 4
 
 
 def _per_token(model: Any) -> int:
     """Bytes of a token's widest moment in a layer: residuals, queries and keys, the MLP's gate, up and product."""
     config, size = model.hf.config, torch.finfo(model.dtype).bits // 8
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return (6 * config.hidden_size + 3 * inner) * size
+    z = model.shape["heads"] * model.shape["d_head"]
+    return (4 * config.hidden_size + 2 * max(z, config.hidden_size) + 3 * inner) * size
 
 
 def weights_bytes(files: Iterable[Path], *, stored: str, dtype: torch.dtype) -> int:

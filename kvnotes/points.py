@@ -55,8 +55,10 @@ def patterns(tree: Any, visit: Callable[[int, Tensor], None]) -> Iterator[None]:
         block.self_attn.register_forward_hook(lambda _, __, output, layer=layer: visit(layer, output[1]))
         for layer, block in enumerate(tree.base_model.layers)
     ]
+    tree.config.kvnotes_patterns = True  # read by rows.attention: patterns are not kept unless they are asked for
     try:
         yield
     finally:
+        del tree.config.kvnotes_patterns
         for hook in hooks:
             hook.remove()

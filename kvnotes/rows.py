@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvnotes.attend import Hidden, Lines, Places, Segment, Shared, attend, plain
 from kvnotes.cache import CacheError, Cells, KVState
-from kvnotes.interventions import Mix, Point
+from kvnotes.interventions import Mix, Point, mixed
 from kvnotes.points import visited
 
 NAME = "kvnotes_rows"
@@ -285,9 +285,9 @@ class _Batch:
         for token, p in put.mixes:
             size = self.model.shape["d_head"]
             at = slice(None) if p.head is None else slice(p.head * size, (p.head + 1) * size)
-            value = None if p.value is None else p.value.to(tensor)
+            value = None if p.value is None else p.value.to(tensor, copy=True)
             assert p.mix is not None  # noqa: S101 (it is listed as a mix)
-            tensor[0, token, at] = p.mix(tensor[0, token, at].clone(), value)
+            tensor[0, token, at] = mixed(p.mix, tensor[0, token, at].clone(), value)
         return tensor
 
     def _at_the_end(self, put: _Put) -> _Put:
@@ -522,7 +522,8 @@ def attention(
 ) -> tuple[Float[Tensor, "row new head d_head"], Float[Tensor, "row head new keys"] | None]:
     """A batch of rows over their shared states, or plain attention over the keys and values given."""
     if kvnotes_batch is None:
-        return plain(query, key, value, attention_mask, scaling=scaling, softcap=softcap)
+        keep = getattr(module.config, "kvnotes_patterns", False)
+        return plain(query, key, value, attention_mask, scaling=scaling, softcap=softcap, keep=keep)
     return kvnotes_batch.attend(module, query * scaling, key, value, softcap=softcap), None
 
 

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes import attribution, hooks, memory, plan, readout, rows
+from kvnotes import attribution, checks, hooks, memory, plan, readout, rows
 from kvnotes.cache import CacheError, Cells, KVState
 from kvnotes.forward import decode, forward, prefill
 from kvnotes.instance import TokenPair
-from kvnotes.interventions import ActivationPatch, Intervention, Point, State, parts
+from kvnotes.interventions import ActivationPatch, Intervention, Point, State
 from kvnotes.plan import Plan
 from kvnotes.points import patterns, visited
 
@@ -63,7 +63,10 @@ class Trial:
     def run(
         cls, model: Any, pair: TokenPair, *, engine: Engine, budget: int, progress: Progress = lambda *_: None
     ) -> Trial:
-        """Prefill both arms and read the decision."""
+        """Prefill both arms and read the decision. Raises CacheError where the first token is changed: a run needs
+        one before it."""
+        if pair.changed[0] == 0:
+            raise CacheError(f"{pair.pair.id}: the first token is changed; the changed span needs a token before it")
         filled = _arms(model, pair)
         states: dict[State, KVState] = {name: state.crop(pair.query[0]) for name, (_, state) in filled.items()}
         full: dict[State, float] = {name: float(readout.margin(x, pair)) for name, (x, _) in filled.items()}
@@ -113,27 +116,27 @@ class Trial:
         Raises CacheError for an intervention that changes nothing, that names what is not there, or whose name is
         another's.
         """
-        names = [one.name for one in interventions]
-        repeated = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-        if repeated:
-            raise CacheError(f"interventions need names of their own, {sorted(repeated)[0]!r} occurs more than once")
-        self.fired.update({one.name: sum(plan.changes(part, self) for part in parts(one)) for one in interventions})
+        names = checks.names(interventions)
+        self.fired.update({one.name: checks.changes(one, self) for one in interventions})
+        read = None if vocab is None else [*self._ids(vocab), self.pair.base_action, self.pair.target_action]
         found: dict[str, Tensor] = {}
-        for batch in self._by_hooks(interventions) if self.engine == "hooks" else self._by_rows(interventions, vocab):
+        for batch in (
+            self._by_hooks(interventions, read) if self.engine == "hooks" else self._by_rows(interventions, read)
+        ):
             found |= batch
             self.progress(len(found), len(names))
-        if self.engine == "hooks" and vocab is not None:
-            found = {name: logits[list(vocab)] for name, logits in found.items()}
-        return {name: found[name] for name in names}
+        return {name: found[name] if vocab is None else found[name][: len(vocab)] for name in names}
 
-    def _by_hooks(self, interventions: Sequence[Intervention]) -> Iterator[dict[str, Tensor]]:
-        """Each by the bridge's hooks, on a whole forward of its own, all its logits."""
+    def _ids(self, vocab: Sequence[int]) -> list[int]:
+        return checks.vocabulary(vocab, self.model.hf.config.vocab_size)
+
+    def _by_hooks(self, interventions: Sequence[Intervention], read: list[int] | None) -> Iterator[dict[str, Tensor]]:
+        """Each by the bridge's hooks, on a whole forward of its own."""
         for one in interventions:
-            yield {one.name: hooks.answer(self.model, one, pair=self.pair, states=self.states)}
+            logits = hooks.answer(self.model, one, pair=self.pair, states=self.states)
+            yield {one.name: logits if read is None else logits[read]}
 
-    def _by_rows(
-        self, interventions: Sequence[Intervention], vocab: Sequence[int] | None
-    ) -> Iterator[dict[str, Tensor]]:
+    def _by_rows(self, interventions: Sequence[Intervention], read: list[int] | None) -> Iterator[dict[str, Tensor]]:
         """Many in a forward, cut where its activations would outgrow the memory budget."""
         plans = [plan.make(one, self.pair) for one in interventions]
         for (point, run), start in plan.wanted(plans).items():
@@ -142,28 +145,28 @@ class Trial:
         listed = plan.rows(plans, self)
         listed.sort(key=lambda planned: (_enters(*planned) // ENTRIES, planned[0].key))
         batch: list[tuple[Plan, rows.Row]] = []
-        held = 0
+        held, size = 0, self.model.hf.config.vocab_size if read is None else len(read)
         for one, row in listed:
-            cost = memory.row(self.model, tokens=len(one.ids), row=row, cells=one.first)
+            cost = memory.row(self.model, tokens=len(one.ids), row=row, cells=one.first, read=size)
             if batch and held + cost > self.budget:
-                yield self._forward(batch, vocab)
+                yield self._forward(batch, read)
                 batch, held = [], 0
             batch.append((one, row))
             held += cost
         if batch:
-            yield self._forward(batch, vocab)
+            yield self._forward(batch, read)
 
-    def _forward(self, batch: list[tuple[Plan, rows.Row]], vocab: Sequence[int] | None) -> dict[str, Tensor]:
+    def _forward(self, batch: list[tuple[Plan, rows.Row]], read: list[int] | None) -> dict[str, Tensor]:
         """One forward of a batch's rows, group by group, and of the unedited run beside them."""
         echo = plan.unedited(self.pair, batch[0][0].into)
         since = min(_enters(*planned) for planned in batch)
         grouped: dict[object, list[tuple[Plan, rows.Row]]] = {}
         for one, row in [(echo, rows.Row(since=since)), *batch]:
             grouped.setdefault(one.key, []).append((one, row))
-        answers = rows.run(self.model, [self._group(members) for members in grouped.values()], vocab=vocab)
+        answers = rows.run(self.model, [self._group(members) for members in grouped.values()], vocab=read)
         planned = [one for members in grouped.values() for one, _ in members]
         found = dict(zip(planned, torch.cat(answers), strict=True))
-        self.echoes.append((echo.into, self._margin(found.pop(echo), vocab)))
+        self.echoes.append((echo.into, self._margin(found.pop(echo), read)))
         return {one.name: logits for one, logits in found.items()}
 
     def _group(self, members: Sequence[tuple[Plan, rows.Row]]) -> rows.Group:
@@ -174,15 +177,12 @@ class Trial:
             positions=one.positions,
             rows=tuple(row for _, row in members),
             absent=one.absent,
-            trace=self.capture(one.into, "resid_pre", one.positions) if one.traced else None,
+            trace=self.held(one.into, "resid_pre", one.first, len(self.pair.base_ids)) if one.traced else None,
         )
 
-    def _margin(self, logits: Float[Tensor, "vocab"], vocab: Sequence[int] | None) -> float:
-        """The margin of logits for `vocab`; NaN where the two actions are not among them."""
-        actions = [self.pair.base_action, self.pair.target_action]
-        if vocab is not None and not set(actions) <= set(vocab):
-            return float("nan")
-        base, target = actions if vocab is None else (list(vocab).index(action) for action in actions)
+    def _margin(self, logits: Float[Tensor, "read"], read: list[int] | None) -> float:
+        """The margin of logits that end with the two actions', or that are of the whole vocabulary."""
+        base, target = (self.pair.base_action, self.pair.target_action) if read is None else (-2, -1)
         return float(logits[target] - logits[base])
 
     def recovery(self, margin: float) -> float | None:
@@ -195,21 +195,32 @@ class Trial:
         against base and of the full-downstream edit against target (in units of the gap, at least 1)."""
         start, scale = self.pair.changed[0], max(1.0, abs(self.unedited.gap))
         echoes = self.echoes or [("base", _decode_margins(self, [self.states["base"]])[0])]
+        errors = [abs(echo - getattr(self.unedited, into)) for into, echo in echoes]
         return {
             "prefix deviation": self.states["base"].deviation(self.states["target"], start=0, stop=start),
             "cached decode equals full forward": _decode_error(self.full, self.unedited),
-            "empty edit equals base": max(abs(echo - getattr(self.unedited, into)) for into, echo in echoes) / scale,
+            "empty edit equals base": float(torch.tensor(errors).max()) / scale,  # which keeps a NaN, max may lose it
             "full-downstream equals target": abs(self.full_downstream - self.unedited.target) / scale,
         }
 
     # --- what an unedited run holds -----------------------------------------------------------------------------
 
     def capture(self, run: State, point: Point, positions: Sequence[int]) -> Float[Tensor, "layer pos width"]:
-        """An activation of an unedited run at every layer and at some positions; z has its heads side by side."""
-        trace = self._trace(point, run, start=min(positions))
-        if list(positions) == list(range(positions[0], positions[-1] + 1)):  # a view, no copy
-            return trace.values[:, positions[0] - trace.start : positions[-1] + 1 - trace.start]
-        return trace.values[:, [p - trace.start for p in positions]]
+        """An activation of an unedited run at every layer and at some positions; z has its heads side by side.
+
+        Raises CacheError for no position, or one that is not there.
+        """
+        places = list(positions)
+        if not places or not all(0 <= p < len(self.pair.base_ids) for p in places):
+            raise CacheError(f"positions {places} must be at least one, within 0..{len(self.pair.base_ids) - 1}")
+        start = min(places)
+        whole = self.held(run, point, start, len(self.pair.base_ids))
+        return whole[:, [p - start for p in places]]  # a copy, which the caller may change
+
+    def held(self, run: State, point: Point, start: int, stop: int) -> Float[Tensor, "layer pos width"]:
+        """The same at the positions start..stop-1, as a view that must not be changed."""
+        trace = self._trace(point, run, start=start)
+        return trace.values[:, start - trace.start : stop - trace.start]
 
     def patterns(self, run: State) -> Float[Tensor, "layer head query key"]:
         """The attention of the query block in an unedited run, over every position."""
@@ -217,11 +228,11 @@ class Trial:
         seen: dict[int, Tensor] = {}
         with patterns(self.model.twin, lambda layer, pattern: seen.update({layer: pattern[0]})):
             _decode(self.model, self.pair, [self.states[run]])
-        return torch.stack([seen[layer] for layer in sorted(seen)])  # a query block is one block of queries
+        return torch.stack([seen[layer] for layer in sorted(seen)])
 
     def cropped(self, state: KVState, length: int) -> KVState:
         """A state's first cells; the same object for the same state, so that edits from one donor are made together."""
-        if length >= state.length:
+        if length == state.length:
             return state
         key = (id(state), length)
         if key not in self.crops:

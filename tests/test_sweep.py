@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvnotes import attribution, models, plan
-from kvnotes.cache import CacheError, mean
+from kvnotes import attend, attribution, models, plan
+from kvnotes.cache import CacheError, KVState, mean
 from kvnotes.interventions import (
     ActivationPatch,
     Added,
@@ -197,6 +197,40 @@ def test_interventions_that_change_nothing_are_errors(trial):
     ):
         with pytest.raises(CacheError):
             trial.margins([nothing])
+    z = {"name": "x", "point": "z", "layer": 1, "position": 9, "into": "base"}
+    resid = z | {"point": "resid_pre"}
+    longer = trial.states["target"].splice(trial.states["target"].slice(0, 1))
+    wide = KVState(tuple({n: t.double() for n, t in x.items()} for x in longer.layers), longer.positions)
+    seen = tuple(range(trial.pair.query[0] + 1))
+    for nothing in (
+        ActivationPatch(**z, head=trial.model.shape["heads"], donor=None),
+        ActivationPatch(**z, head=-1, donor="target"),
+        ActivationPatch(**resid, head=1, donor="target"),
+        ActivationPatch(**resid, donor=torch.ones(1)),
+        ActivationPatch(**resid, donor="target", mix=lambda own, donor: own.sum()),
+        CacheEdit(name="x", positions=(9,), into="base", donor="base"),
+        CacheEdit(name="x", positions=(9,), into="base", donor=longer),
+        CacheEdit(name="x", positions=(9,), into="base", donor=wide.crop(trial.pair.query[0])),
+        AttentionBlock(name="x", positions=seen, into="base", layers=(1,)),
+        AttentionBlock(name="x", positions=tuple(range(10)), into="base", queries=(9,), heads=(1,)),
+        Together(name="x", parts=[ActivationPatch(**z, head=h, donor="target") for h in (1, None)]),
+        Together(
+            name="x",
+            parts=(
+                ActivationPatch(**(resid | {"position": 6}), donor="target"),
+                CacheEdit(name="y", positions=(9,), into="base", donor="target"),
+            ),
+        ),
+    ):
+        for engine in ("rows", "hooks"):
+            with pytest.raises(CacheError):
+                replace(trial, engine=engine).margins([nothing])
+    for ids in ([trial.model.hf.config.vocab_size], [-1]):
+        with pytest.raises(CacheError, match="token id"):
+            trial.logits([CacheEdit(name="x", positions=(9,), into="base", donor="target")], vocab=ids)
+    for places in ([], [len(trial.pair.base_ids)]):
+        with pytest.raises(CacheError, match="at least one"):
+            trial.capture("base", "z", places)
     twice = [CacheEdit(name="x", positions=(p,), into="base", donor="target") for p in (7, 8)]
     with pytest.raises(CacheError, match="'x' occurs more than once"):
         trial.margins(twice)
@@ -325,3 +359,81 @@ def test_an_edit_enters_where_its_cells_first_differ(trial):
     if not trial.model.mixes_experts:  # whose rounding depends on the other tokens
         assert entered == {"one": 1, "nothing": 3, "field": 0}
         assert trial.margins([nothing])["nothing"] == pytest.approx(trial.unedited.base, abs=1e-6)
+
+
+@pytest.fixture(params=[2, 3])
+def long_query(trial, request) -> Trial:
+    """The same pair with a query block of several tokens."""
+    pair = trial.pair
+    query = tuple(range(len(pair.base_ids) - request.param, len(pair.base_ids)))
+    return Trial.run(trial.model, replace(pair, query=query), engine="rows", budget=10**7)
+
+
+def test_query_blocks_of_several_tokens(long_query):
+    asked = interventions(long_query)
+    plain = replace(long_query, engine="hooks").margins(asked)
+    assert long_query.margins(asked) == pytest.approx(plain, abs=1e-4 * max(1.0, abs(long_query.unedited.gap)))
+    last = [
+        ActivationPatch(
+            name=str(layer),
+            point="resid_pre",
+            layer=layer,
+            position=long_query.pair.query[-1],
+            into="base",
+            donor="target",
+        )
+        for layer in range(1, 4)
+    ]
+    early = replace(last[0], name="early", position=4)
+    alone, beside = attribution.effects(long_query, last), attribution.effects(long_query, [*last, early])
+    assert alone == pytest.approx({name: beside[name] for name in alone}, abs=1e-5)
+    assert attribution.effects(long_query, []) == {}
+
+
+def test_patterns_of_several_queries_in_several_blocks(long_query, monkeypatch):
+    whole = long_query.patterns("base")
+    monkeypatch.setattr(attend, "SCORES", 100)
+    torch.testing.assert_close(long_query.patterns("base"), whole, atol=1e-6, rtol=0)
+    assert whole.shape[2:] == (len(long_query.pair.query), len(long_query.pair.base_ids))
+    torch.testing.assert_close(whole.sum(dim=-1), torch.ones(whole.shape[:3]))
+
+
+@pytest.mark.parametrize("scores", [1, 200, 2000])
+def test_blocks_of_scores_change_no_number(trial, scores, monkeypatch):
+    asked = interventions(trial)
+    whole = trial.margins(asked)
+    monkeypatch.setattr(attend, "SCORES", scores)
+    assert trial.margins(asked) == pytest.approx(whole, abs=1e-5)
+
+
+def test_captures_and_donors_are_copies(trial):
+    """What a caller or a mix does to the numbers it is given changes no later answer."""
+    direction = Direction(torch.ones(1, trial.model.shape["d_model"]))
+    place = {"point": "resid_pre", "layer": 1, "position": 9, "into": "base", "donor": "target"}
+
+    def spoils(own, donor):
+        made = own + 0.1 * donor
+        donor *= 0
+        own *= 0
+        return made
+
+    asked = [ActivationPatch(name="d", mix=direction, **place), ActivationPatch(name="s", mix=spoils, **place)]
+    before = trial.margins(asked)
+    trial.capture("target", "resid_pre", [9])[:] = 7.0
+    trial.capture("base", "resid_pre", range(8, 12))[:] = 7.0
+    assert trial.margins(asked) == before
+
+
+def test_the_unedited_run_is_checked_whatever_is_read(trial):
+    one = replace(trial, echoes=[])
+    one.logits([CacheEdit(name="x", positions=(9,), into="target", donor="base")], vocab=[5])
+    assert [run for run, _ in one.echoes] == ["target"]
+    assert one.identities()["empty edit equals base"] < 1e-4
+    one.echoes.append(("base", float("nan")))
+    assert one.identities()["empty edit equals base"] != one.identities()["empty edit equals base"]  # NaN is seen
+
+
+def test_a_first_token_that_changes_is_refused(trial):
+    pair = replace(trial.pair, changed=(0,))
+    with pytest.raises(CacheError, match="needs a token before it"):
+        Trial.run(trial.model, pair, engine="rows", budget=10**7)
