@@ -32,6 +32,11 @@ class Cells:
     layers: tuple[int, ...] | None = None
     kv_heads: tuple[int, ...] | None = None
 
+    def meet(self, other: Cells) -> bool:
+        """Whether some cell is named by both."""
+        axes = ((getattr(self, axis), getattr(other, axis)) for axis in ("positions", "layers", "kv_heads"))
+        return all(one is None or two is None or not set(one).isdisjoint(two) for one, two in axes)
+
     def count(self, state: KVState) -> int:
         """How many cells these are in `state`. Raises CacheError where one is out of range or named twice."""
         sizes = {"layers": state.n_layers, "kv_heads": state.n_kv_heads, "positions": state.length}
@@ -116,6 +121,10 @@ class KVState:
         or positions."""
         if cells.count(self) == 0:
             raise CacheError("the edit names no cell; an intervention that changes nothing is a mistake")
+        self.fits(donor)
+
+    def fits(self, donor: KVState | None) -> None:
+        """Raise CacheError where a donor's cells cannot stand in this state: other shapes or positions."""
         if donor is not None and not torch.equal(self.positions, donor.positions):
             raise CacheError("donor and state hold tokens at different positions; shift or slice one of them first")
         if donor is not None and _shapes(donor) != _shapes(self):
@@ -167,6 +176,24 @@ class KVState:
     def nbytes(self) -> int:
         """Bytes the tensors hold."""
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.values())
+
+
+def mean(states: Sequence[KVState]) -> KVState:
+    """The mean of states, cell by cell: a donor that carries what they have in common.
+
+    Raises CacheError for no state, or for states of different shapes or positions (a mean of keys at different
+    positions means nothing).
+    """
+    if not states:
+        raise CacheError("a mean needs at least one state")
+    first = states[0]
+    for state in states[1:]:
+        first.fits(state)
+    layers = tuple(
+        {name: torch.stack([state.layers[i][name] for state in states]).mean(dim=0) for name in first.layers[i]}
+        for i in range(first.n_layers)
+    )
+    return KVState(layers, first.positions)
 
 
 def _shapes(state: KVState) -> list[dict[str, tuple[int, ...]]]:

@@ -21,7 +21,7 @@ from kvnotes.errors import KVNotesError, UnknownName
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 # What names the record (model, layout, task) or only says where it goes; everything else, changed, adds a hash.
-NOT_IN_NAME = frozenset({"study", "model", "layout", "results"})
+NOT_IN_NAME = frozenset({"study", "model", "layout", "results", "memory"})
 
 
 class ConfigError(KVNotesError):
@@ -46,6 +46,7 @@ class RunConfig(BaseModel):
     engine: Literal["rows", "hooks"] = Field(
         description="rows: many interventions a forward; hooks: bridge hooks, a whole forward each, the reference"
     )
+    memory: int = Field(ge=1, description="megabytes that the activations of one batched forward may take")
     device: str = Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:<i>")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(description="precision of the forward passes")
     results: Path = Field(description="folder for records")
@@ -54,6 +55,11 @@ class RunConfig(BaseModel):
     resamples: int = Field(ge=100, le=1_000_000, description="bootstrap resamples")
     equivalence: float = Field(gt=0, description="margin of the 'about 0' tests, in recovery")
     identity: float = Field(gt=0, le=0.01, description="largest recovery error of an identity in float32")
+
+    @property
+    def budget(self) -> int:
+        """`memory` in bytes."""
+        return self.memory * 10**6
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
@@ -67,8 +73,8 @@ class RunConfig(BaseModel):
         return self
 
     def hash(self) -> str:
-        """SHA-256 of the settings that decide the numbers (not where the record goes)."""
-        chosen = {**self.model_dump(mode="json", exclude={"results"}), "model": weights.run_name(self.model)}
+        """SHA-256 of the settings that decide the numbers, and not where the record goes or what memory is used."""
+        chosen = {**self.model_dump(mode="json", exclude={"results", "memory"}), "model": weights.run_name(self.model)}
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 

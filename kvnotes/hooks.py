@@ -1,13 +1,13 @@
 """The reference engine: TransformerLens hooks on the bridge, one whole forward an intervention.
 
 Slow and plain, to hold the fast one (`rows`) to; `ENGINE=hooks` runs any study through it. A cached decode's hooks see
-new tokens only and fire before the cache is updated, so past cells are edited in a whole forward: every key and value
-before the query block is set to the edited state's, and only the block's own are left to the model.
+new tokens only and fire before the cache is updated, so past cells are edited in a whole forward: keys and values that
+an edit leaves or makes as they are in a state are set to the state's, all others are left to the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvnotes.cache import CacheError, KVState
-from kvnotes.interventions import ActivationPatch, AttentionBlock, Point
+from kvnotes.instance import TokenPair
+from kvnotes.interventions import (
+    ActivationPatch,
+    AttentionBlock,
+    CacheEdit,
+    Intervention,
+    Point,
+    Recompute,
+    State,
+    parts,
+    run_of,
+)
 
-Points = list[tuple[str, Callable[..., Tensor]]]
+Hooks = list[tuple[str, Callable[..., Tensor]]]
 POINTS: dict[Point, str] = {
     "resid_pre": "blocks.{}.hook_in",
     "z": "blocks.{}.attn.hook_z",
@@ -27,71 +38,105 @@ POINTS: dict[Point, str] = {
 }
 
 
-def edited(model: Any, state: KVState, tokens: Sequence[int]) -> Float[Tensor, "vocab"]:
-    """Last logits of `tokens` whose keys and values of the first state.length positions are the state's.
+def answer(
+    model: Any, one: Intervention, *, pair: TokenPair, states: Mapping[State, KVState]
+) -> Float[Tensor, "vocab"]:
+    """The decision's logits under an intervention."""
+    tokens, points = list(pair.ids(run_of(one))), []
+    edits = [part for part in parts(one) if isinstance(part, CacheEdit)]
+    anew = {p: pair.ids(part.tokens)[p] for part in parts(one) if isinstance(part, Recompute) for p in part.positions}
+    for p, token in anew.items():
+        tokens[p] = token
+    if edits or anew:
+        state = states[run_of(one)]
+        for edit in edits:
+            state = state.replace(edit.cells, states[edit.donor] if isinstance(edit.donor, str) else edit.donor)
+        stop = min([pair.query[0], *_firsts(one)])
+        points += frozen(state, [p for p in range(stop) if p not in anew])
+    for part in parts(one):
+        if isinstance(part, ActivationPatch):
+            points.append(_patch(model, part, pair))
+        elif isinstance(part, AttentionBlock):
+            points += _blind(model, part, pair)
+    return run(model, tokens, points)
+
+
+def _firsts(one: Intervention) -> list[int]:
+    """Positions from which on everything is recomputed."""
+    patched = [part.position for part in parts(one) if isinstance(part, ActivationPatch)]
+    blinded = [p for part in parts(one) if isinstance(part, AttentionBlock) for p in part.queries or ()]
+    return [*patched, *blinded]
+
+
+def frozen(state: KVState, positions: Sequence[int]) -> Hooks:
+    """Hooks that set the keys and values of `positions` to a state's, whatever the model computes there.
 
     Raises CacheError for a state that does not hold positions 0, 1, 2, ...
     """
     if state.positions[0].tolist() != list(range(state.length)):
         raise CacheError("the hooks engine runs whole prompts: the state must hold positions 0, 1, 2, ...")
+    places = list(positions)
 
     def put(cells: Tensor) -> Callable[..., Tensor]:
         def hook(tensor: Float[Tensor, "batch pos kv_head d_head"], hook: Any) -> Tensor:
             tensor = tensor.clone()
-            tensor[0, : cells.shape[1]] = cells.transpose(0, 1)
+            tensor[0, places] = cells[:, places].transpose(0, 1)
             return tensor
 
         return hook
 
-    points = [
+    return [
         (f"blocks.{layer}.attn.{point}", put(tensors[name]))
         for layer, tensors in enumerate(state.layers)
         for point, name in (("hook_rot_k", "k"), ("hook_v", "v"))
     ]
-    return _run(model, tokens, points)
 
 
-def patched(
-    model: Any, patch: ActivationPatch, tokens: Sequence[int], *, donor: Sequence[int]
-) -> Float[Tensor, "vocab"]:
-    """Last logits of `tokens` with one activation replaced by that of a forward of `donor`."""
-    seen: list[Tensor] = []
-    point = POINTS[patch.point].format(patch.layer)
+def _patch(model: Any, patch: ActivationPatch, pair: TokenPair) -> tuple[str, Callable[..., Tensor]]:
+    point, heads = POINTS[patch.point].format(patch.layer), model.shape["heads"]
+    donor = patch.donor
 
-    def width(tensor: Tensor) -> slice:
-        size = tensor.shape[-1] // model.shape["heads"]
+    def mine(flat: Tensor) -> slice:
+        size = flat.shape[-1] // heads
         return slice(None) if patch.head is None else slice(patch.head * size, (patch.head + 1) * size)
 
-    def read(tensor: Tensor, hook: Any) -> Tensor:
-        seen.append(tensor[0, patch.position].flatten().clone())
-        return tensor
+    if isinstance(donor, str):
+        seen: list[Tensor] = []
+
+        def read(tensor: Tensor, hook: Any) -> Tensor:
+            seen.append(tensor[0, patch.position].flatten().clone())
+            return tensor
+
+        run(model, pair.ids(donor), [(point, read)])
+        donor = seen[0][mine(seen[0])]
 
     def write(tensor: Tensor, hook: Any) -> Tensor:
         flat = tensor.clone().flatten(2)
-        flat[0, patch.position, width(flat)] = seen[0][width(flat)]
+        own = flat[0, patch.position, mine(flat)]
+        new = patch.mix(own, donor) if patch.mix else torch.zeros_like(own) if donor is None else donor
+        flat[0, patch.position, mine(flat)] = new
         return flat.view_as(tensor)
 
-    _run(model, donor, [(point, read)])
-    return _run(model, tokens, [(point, write)])
+    return point, write
 
 
-def blinded(
-    model: Any, block: AttentionBlock, tokens: Sequence[int], *, queries: Sequence[int]
-) -> Float[Tensor, "vocab"]:
-    """Last logits of `tokens` whose `queries` may not attend to the block's positions, at its layers and heads."""
-    heads, rows, columns = (torch.tensor(x) for x in (block.heads, tuple(queries), block.positions))
+def _blind(model: Any, block: AttentionBlock, pair: TokenPair) -> Hooks:
+    queries = torch.tensor(pair.query if block.queries is None else block.queries)
+    heads = torch.tensor(range(model.shape["heads"]) if block.heads is None else block.heads)
+    columns = torch.tensor(block.positions)
 
     def hide(scores: Float[Tensor, "batch head query key"], hook: Any) -> Tensor:
         scores = scores.clone()
-        scores[0, heads[:, None, None], rows[None, :, None], columns[None, None, :]] = torch.finfo(scores.dtype).min
+        scores[0, heads[:, None, None], queries[None, :, None], columns[None, None, :]] = torch.finfo(scores.dtype).min
         return scores
 
-    return _run(model, tokens, [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in block.layers])
+    layers = range(model.shape["layers"]) if block.layers is None else block.layers
+    return [(f"blocks.{layer}.attn.hook_attn_scores", hide) for layer in layers]
 
 
 @torch.no_grad()
-def _run(model: Any, tokens: Sequence[int], points: Points) -> Float[Tensor, "vocab"]:
-    """Last logits with these hooks. Raises CacheError where not every one of them fired once."""
+def run(model: Any, tokens: Sequence[int], points: Hooks) -> Float[Tensor, "vocab"]:
+    """Last logits of a whole forward with these hooks. Raises CacheError where not every one of them fired once."""
     fired: list[str] = []
 
     def counted(put: Callable[..., Tensor]) -> Callable[..., Tensor]:

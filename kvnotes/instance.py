@@ -129,6 +129,10 @@ class TokenPair:
         skip = set(self.changed) | set(self.query)
         return tuple(p for p in range(self.changed[0], len(self.base_ids)) if p not in skip)
 
+    def ids(self, arm: Literal["base", "target"]) -> tuple[int, ...]:
+        """An arm's token ids."""
+        return self.base_ids if arm == "base" else self.target_ids
+
     def positions(self, span: str) -> tuple[int, ...]:
         """Positions of a span, by its name; empty where the prompt has none."""
         return tuple(i for i, slot in enumerate(self.slots) if slot.span == span)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
-from kvnotes.cache import Cells
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvnotes.cache import CacheError, Cells, KVState
 
 State = Literal["base", "target"]
 Point = Literal["resid_pre", "z", "attn_out", "mlp_out", "resid_post"]  # in the order a layer computes them
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CacheEdit:
-    """Replace cells of the state `into` by those of `donor` (None zeroes them), then recompute the query block.
+    """Replace cells of the state `into` by the donor's, then recompute the query block.
 
-    `positions` are token positions of the pair; layers and kv_heads of None mean all.
+    The donor is the other arm, any state with the same positions (such as `cache.mean` of several), or None, which
+    zeroes. `positions` are token positions of the pair; layers and kv_heads of None mean all.
     """
 
     name: str
     positions: tuple[int, ...]
     into: State
-    donor: State | None
+    donor: State | KVState | None
     layers: tuple[int, ...] | None = None
     kv_heads: tuple[int, ...] | None = None
 
@@ -31,11 +37,62 @@ class CacheEdit:
         return Cells(positions=self.positions, layers=self.layers, kv_heads=self.kv_heads)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActivationPatch:
-    """Replace an activation of the run `into` by that of `donor`, and recompute every later position and layer.
+@runtime_checkable
+class Mix(Protocol):
+    """How a patch mixes the donor's activation into the run's: the whole of it where a patch has no mix."""
 
-    At the query block's own positions only the decision is recomputed. `head` is a query head, for z only.
+    def __call__(self, own: Float[Tensor, "width"], donor: Float[Tensor, "width"] | None) -> Float[Tensor, "width"]:
+        """The patched activation; a donor of None takes the mixed part away."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """The component in the span of some directions is the donor's, all else the run's own. Without a donor the
+    component is projected out. The directions need be neither normed nor orthogonal, only independent."""
+
+    directions: Float[Tensor, "directions width"]
+
+    def __call__(self, own: Float[Tensor, "width"], donor: Float[Tensor, "width"] | None) -> Float[Tensor, "width"]:
+        """`own`, moved within the span."""
+        basis = torch.linalg.qr(self.directions.to(own).T).Q
+        return own + basis @ (basis.T @ ((0 if donor is None else donor) - own))
+
+
+@dataclass(frozen=True, eq=False)
+class Added:
+    """The donor, a vector, is added to the run's own activation: steering."""
+
+    def __call__(self, own: Float[Tensor, "width"], donor: Float[Tensor, "width"] | None) -> Float[Tensor, "width"]:
+        """The sum. Raises CacheError without a vector."""
+        if donor is None:
+            raise CacheError("there is no vector to add: give the patch a tensor as its donor")
+        return own + donor
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Chosen features of a sparse autoencoder are the donor's, or 0 without one; all else, the reconstruction error
+    included, is the run's own, so that a feature that does not change leaves the activation as it is."""
+
+    encode: Callable[[Float[Tensor, "width"]], Float[Tensor, "feature"]]
+    decoder: Float[Tensor, "feature width"]
+    chosen: tuple[int, ...]
+
+    def __call__(self, own: Float[Tensor, "width"], donor: Float[Tensor, "width"] | None) -> Float[Tensor, "width"]:
+        """`own`, moved along the chosen features' decoder rows by the change of their activations."""
+        rows = list(self.chosen)
+        change = (0 if donor is None else self.encode(donor)[rows]) - self.encode(own)[rows]
+        return own + change @ self.decoder[rows]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ActivationPatch:
+    """Replace an activation of the run `into` by the donor's, and recompute every later position and layer.
+
+    The donor is the other arm's activation at the same place, a given vector, or None, which zeroes; `mix` replaces
+    only a part of it. At the query block's own positions only the decision is recomputed. `head` is a query head, for
+    z only.
     """
 
     name: str
@@ -43,19 +100,57 @@ class ActivationPatch:
     layer: int
     position: int
     into: State
-    donor: State
+    donor: State | Tensor | None
     head: int | None = None
+    mix: Mix | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionBlock:
-    """The query block of the run `into` may not attend to `positions`, at the named layers and query heads."""
+    """The `queries` of the run `into` (None: the query block) may not attend to `positions`, at the named layers and
+    query heads (None: all). Earlier queries than the block's have everything after them recomputed."""
 
     name: str
     positions: tuple[int, ...]
     into: State
-    layers: tuple[int, ...]
-    heads: tuple[int, ...]
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    queries: tuple[int, ...] | None = None
 
 
-Intervention = CacheEdit | ActivationPatch | AttentionBlock
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recompute:
+    """Selective recompute: the cells at `positions` are computed anew, as the tokens of the arm `tokens`, over the
+    state `into` whose other cells stay frozen; then the query block over the result. They need not be contiguous."""
+
+    name: str
+    positions: tuple[int, ...]
+    into: State
+    tokens: State
+
+
+Part = CacheEdit | ActivationPatch | AttentionBlock | Recompute
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Together:
+    """Several interventions into one run, made at once. Cells that a part recomputes cannot be edited by another."""
+
+    name: str
+    parts: Sequence[Part]
+
+
+Intervention = Part | Together
+
+
+def parts(one: Intervention) -> Sequence[Part]:
+    """An intervention's parts: itself where it is no combination."""
+    return one.parts if isinstance(one, Together) else (one,)
+
+
+def run_of(one: Intervention) -> State:
+    """The run that an intervention changes. Raises CacheError for parts that name two, or where there is none."""
+    runs: set[State] = {part.into for part in parts(one)}
+    if len(runs) != 1:
+        raise CacheError(f"{one.name}: its parts must change one run, they name {sorted(runs) or 'none'}")
+    return next(iter(runs))

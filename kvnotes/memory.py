@@ -9,21 +9,35 @@ from typing import Any
 
 import torch
 
-from kvnotes.sweep import ROWS
+from kvnotes.rows import Row
 
 
-def estimate(model: Any, tokens: int) -> int:
+def estimate(model: Any, tokens: int, *, budget: int) -> int:
     """Bytes beside the weights that a pair of `tokens` tokens takes at most.
 
-    Two states and one in the making; one layer's attention scores and MLP of a whole forward or of a batch of rows that
-    each run one token, whichever is more; and the logits of a row.
+    Two states and one in the making; one layer's attention scores and MLP of a whole forward; the logits of a row; and
+    a batch of rows with the residuals that it starts from and is given.
     """
-    config, size = model.hf.config, torch.finfo(model.dtype).bits // 8
+    size = torch.finfo(model.dtype).bits // 8
     states = 3 * model.bytes_per_token() * tokens
-    run = max(tokens, ROWS)  # tokens that one forward runs at most
-    scores = 3 * model.shape["heads"] * tokens * run * max(size, 4)  # scores, softmax in float32, and its copy
-    width = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    return states + scores + run * width * size + 4 * config.vocab_size
+    scores = 3 * model.shape["heads"] * tokens * tokens * max(size, 4)  # scores, softmax in float32, and its copy
+    traces = 2 * model.shape["layers"] * model.shape["d_model"] * tokens * size
+    return states + scores + tokens * _per_token(model) + 4 * model.hf.config.vocab_size + traces + budget
+
+
+def row(model: Any, *, tokens: int, row: Row, cells: int) -> int:
+    """Bytes that one row of a batch takes while its layers run: its tokens' activations and its edited cells."""
+    size = torch.finfo(model.dtype).bits // 8
+    places = [cells if edit.cells.positions is None else len(edit.cells.positions) for edit in row.edits]
+    lines = sum(places) * model.shape["kv_heads"]
+    return tokens * _per_token(model) + lines * model.shape["d_head"] * 5 * size  # k, v, in order, and the change
+
+
+def _per_token(model: Any) -> int:
+    """Bytes of a token's widest moment in a layer: residuals, queries and keys, the MLP's gate, up and product."""
+    config, size = model.hf.config, torch.finfo(model.dtype).bits // 8
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return (6 * config.hidden_size + 3 * inner) * size
 
 
 def weights_bytes(files: Iterable[Path], *, stored: str, dtype: torch.dtype) -> int:

@@ -39,7 +39,7 @@ def show(config: RunConfig, console: Console) -> None:
         console.print(Text(f"\n{layout}", style="bold underline"))
         console.print(sample(next(group), model.tokenizer))
     console.print(legend())
-    trials = [Trial.run(model, pair, engine=config.engine) for pair in track(usable, "unedited model", console=console)]
+    trials = [Trial.run(model, pair, engine=config.engine, budget=config.budget) for pair in track(usable, "unedited model", console=console)]
     console.print(dropped([one for one in tokenised if isinstance(one, Skipped)]))
     console.print(competence(trials, config))
 

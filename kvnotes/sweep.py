@@ -1,25 +1,36 @@
-"""Interventions as frozen data, and the trial that answers them in as few forwards as they have starting points."""
+"""The trial: one pair on one model, and the answers to any interventions in as few token-forwards as it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes import hooks, readout
-from kvnotes.cache import Cells, KVState
+from kvnotes import hooks, memory, plan, readout, rows
+from kvnotes.cache import CacheError, Cells, KVState
 from kvnotes.forward import decode, forward, prefill
 from kvnotes.instance import TokenPair
-from kvnotes.interventions import ActivationPatch, AttentionBlock, CacheEdit, Intervention, Point, State
-from kvnotes.rows import Block, Edit, Patch, Query, Row, run_rows
+from kvnotes.interventions import Intervention, Point, State, parts
+from kvnotes.plan import Plan
+from kvnotes.points import patterns, visited
 
 Engine = Literal["rows", "hooks"]
-ROWS = 256  # interventions of one forward; a row holds its activations, not a copy of the cache
+Progress = Callable[[int, int], None]  # interventions answered, of how many
+ENTRIES = 4  # layers over which the rows of one forward may enter: fewer run alone, more make small products
+Seen = dict[tuple[Point, int], Float[Tensor, "row pos width"]]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Activations of one point and run, at every layer and at the positions from `start` on."""
+
+    start: int
+    values: Float[Tensor, "layer pos width"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,119 +38,142 @@ class Trial:
     """One pair on one model: both arms prefilled, their unedited margins, and the answers to any edits.
 
     `full` holds the arms' margins from the full forward, `unedited` from the cached decode that edits go through;
-    `floor` is the larger of their difference and the model's own noise floor, in logits.
+    `floor` is the larger of their difference and the model's own noise floor, in logits. `budget` is what the
+    activations of one forward may take, in bytes.
     """
 
     model: Any
     engine: Engine
+    budget: int
     pair: TokenPair
-    states: Mapping[str, KVState]
+    states: Mapping[State, KVState]
     unedited: readout.Margins
-    full: Mapping[str, float]
+    full: Mapping[State, float]
     floor: float
     full_downstream: float  # the margin of the full-downstream edit, which must be the target's
+    progress: Progress
     echoes: list[tuple[State, float]] = field(default_factory=list)  # unedited margins that rode along with edits
     fired: dict[str, int] = field(default_factory=dict)  # what each intervention changed, for the record
-    captured: dict[tuple[Point, State], Mapping[tuple[Point, int], Tensor]] = field(default_factory=dict)
+    traces: dict[tuple[Point, State], Trace] = field(default_factory=dict)
+    crops: dict[tuple[int, int], tuple[KVState, KVState]] = field(default_factory=dict)
 
     @classmethod
-    def run(cls, model: Any, pair: TokenPair, *, engine: Engine) -> Trial:
+    def run(
+        cls, model: Any, pair: TokenPair, *, engine: Engine, budget: int = 64_000_000, progress: Progress = lambda *_: None
+    ) -> Trial:
         """Prefill both arms and read the decision."""
         filled = _arms(model, pair)
-        states = {name: state.crop(pair.query[0]) for name, (_, state) in filled.items()}
-        full = {name: float(readout.margin(logits, pair)) for name, (logits, _) in filled.items()}
+        states: dict[State, KVState] = {name: state.crop(pair.query[0]) for name, (_, state) in filled.items()}
+        full: dict[State, float] = {name: float(readout.margin(x, pair)) for name, (x, _) in filled.items()}
         whole = Cells(positions=(*pair.changed, *pair.downstream))
         edited = states["base"].replace(whole, states["target"])
-        logits = _decode(model, pair, [states["base"], states["target"], edited])
+        seen: Seen = {}
+        with _watched(model, rows.POINTS, seen):
+            logits = _decode(model, pair, [states["base"], states["target"], edited])
         unedited = readout.arms(logits[0], logits[1], pair)
         return cls(
             model=model,
             engine=engine,
+            budget=budget,
             pair=pair,
             states=states,
             unedited=unedited,
             full=full,
             floor=max(_decode_error(full, unedited), model.noise_floor),
             full_downstream=float(readout.margin(logits[2], pair)),
+            progress=progress,
+            traces=_traces(seen, pair.query[0], runs=("base", "target")),
         )
 
+    # --- answers --------------------------------------------------------------------------------------------
+
     def margins(self, interventions: Sequence[Intervention]) -> dict[str, float]:
-        """Each intervention's margin, by its name; those that start at one position share a forward.
+        """Each intervention's margin, by its name, in as few forwards as the memory budget allows.
 
         The unedited run rides along with every batch, so that a row that reached another is seen.
         """
-        self.fired.update({one.name: self._changes(one) for one in interventions})
-        if self.engine == "hooks":
-            return {one.name: self._by_hooks(one) for one in interventions}
-        found: dict[str, float] = {}
-        starts: dict[str, tuple[State, int]] = {one.name: (one.into, self._start(one)) for one in interventions}
-        for into, start in dict.fromkeys(starts.values()):
-            group = [one for one in interventions if starts[one.name] == (into, start)]
-            for first in range(0, len(group), ROWS):
-                found |= self._chunk(group[first : first + ROWS], into=into, start=start)
-        return {one.name: found[one.name] for one in interventions}
-
-    def _by_hooks(self, one: Intervention) -> float:
-        """One intervention by the bridge's hooks, on a whole forward."""
-        state = self.states[one.into]
-        if isinstance(one, CacheEdit):
-            logits = hooks.edited(self.model, state.replace(one.cells, self._donor(one)), self._ids(one.into))
-        elif isinstance(one, AttentionBlock):
-            logits = hooks.blinded(self.model, one, self._ids(one.into), queries=self.pair.query)
-        else:
-            logits = hooks.patched(self.model, one, self._ids(one.into), donor=self._ids(one.donor))
-        return float(readout.margin(logits, self.pair))
-
-    def _donor(self, edit: CacheEdit) -> KVState | None:
-        return None if edit.donor is None else self.states[edit.donor]
-
-    def _start(self, one: Intervention) -> int:
-        """The first token that an intervention makes us run: a patched position, else the query block's first."""
-        return min(one.position, self.pair.query[0]) if isinstance(one, ActivationPatch) else self.pair.query[0]
-
-    def _changes(self, one: Intervention) -> int:
-        """How many cells, activations or attention weights an intervention changes."""
-        if isinstance(one, CacheEdit):
-            return one.cells.count(self.states[one.into])
-        return 1 if isinstance(one, ActivationPatch) else len(one.positions) * len(one.layers) * len(one.heads)
-
-    def _chunk(self, group: Sequence[Intervention], *, into: State, start: int) -> dict[str, float]:
-        ids = self._ids(into)[start:]
         vocab = [self.pair.base_action, self.pair.target_action]
-        query = Query(tokens=ids, start=start, read=[len(ids) - 1], vocab=vocab)
-        logits = run_rows(self.model, self._before(into, start), query, [self._row(one, start) for one in group])
-        self.echoes.append((into, float(logits.unedited[0, 1] - logits.unedited[0, 0])))
-        margins = (logits.rows[:, 0, 1] - logits.rows[:, 0, 0]).tolist()
-        return {one.name: margin for one, margin in zip(group, margins, strict=True)}
+        answers = self.logits(interventions, vocab=vocab)
+        both = torch.stack([*answers.values(), torch.zeros(2, device=self.model.device)])
+        return dict(zip(answers, (both[:, 1] - both[:, 0]).tolist(), strict=False))
 
-    def _row(self, one: Intervention, start: int) -> Row:
-        if isinstance(one, CacheEdit):
-            return Row(edits=(Edit(cells=one.cells, donor=self._donor(one)),))
-        if isinstance(one, AttentionBlock):
-            places = product(one.layers, one.heads)
-            return Row(blocks=tuple(Block(layer=i, head=h, positions=one.positions) for i, h in places))
-        value = self.activation(one.point, one.layer, position=one.position, run=one.donor)
-        if one.head is not None:
-            value = value.unflatten(0, (self.model.shape["heads"], -1))[one.head]
-        patch = Patch(point=one.point, layer=one.layer, index=one.position - start, value=value, head=one.head)
-        return Row(patches=(patch,))
+    def logits(self, interventions: Sequence[Intervention], *, vocab: Sequence[int] | None) -> dict[str, Tensor]:
+        """Each intervention's float32 logits at the decision, by its name, for some token ids or (None) for all.
 
-    def activation(self, point: Point, layer: int, *, position: int, run: State) -> Float[Tensor, "width"]:
-        """An activation of an unedited run, at or after the first changed token; captured once for all layers."""
-        start = self.pair.changed[0]
-        if (point, run) not in self.captured:
-            ids = self._ids(run)[start:]
-            query = Query(tokens=ids, start=start, read=[0], vocab=[0], capture=frozenset({point}))
-            self.captured[point, run] = run_rows(self.model, self._before(run, start), query, []).captured
-        return self.captured[point, run][point, layer][position - start]
+        Raises CacheError for an intervention that changes nothing, that names what is not there, or whose name is
+        another's.
+        """
+        names = [one.name for one in interventions]
+        repeated = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        if repeated:
+            raise CacheError(f"interventions need names of their own, {sorted(repeated)[0]!r} occurs more than once")
+        self.fired.update({one.name: sum(plan.changes(part, self) for part in parts(one)) for one in interventions})
+        found: dict[str, Tensor] = {}
+        for batch in self._by_hooks(interventions) if self.engine == "hooks" else self._by_rows(interventions, vocab):
+            found |= batch
+            self.progress(len(found), len(names))
+        if self.engine == "hooks" and vocab is not None:
+            found = {name: logits[list(vocab)] for name, logits in found.items()}
+        return {name: found[name] for name in names}
 
-    def _ids(self, run: State) -> tuple[int, ...]:
-        return self.pair.base_ids if run == "base" else self.pair.target_ids
+    def _by_hooks(self, interventions: Sequence[Intervention]) -> Iterator[dict[str, Tensor]]:
+        """Each by the bridge's hooks, on a whole forward of its own, all its logits."""
+        for one in interventions:
+            yield {one.name: hooks.answer(self.model, one, pair=self.pair, states=self.states)}
 
-    def _before(self, run: State, start: int) -> KVState:
-        """The run's state of the tokens before `start`."""
-        state = self.states[run]
-        return state if start == state.length else state.crop(start)
+    def _by_rows(
+        self, interventions: Sequence[Intervention], vocab: Sequence[int] | None
+    ) -> Iterator[dict[str, Tensor]]:
+        """Many in a forward, cut where its activations would outgrow the memory budget."""
+        plans = [plan.make(one, self.pair) for one in interventions]
+        for (point, run), start in plan.wanted(plans).items():
+            self._trace(point, run, start=start)
+        # rows that enter within a few layers of one another, those of one group side by side
+        listed = plan.rows(plans, self)
+        listed.sort(key=lambda planned: (_enters(*planned) // ENTRIES, planned[0].key))
+        batch: list[tuple[Plan, rows.Row]] = []
+        held = 0
+        for one, row in listed:
+            cost = memory.row(self.model, tokens=len(one.ids), row=row, cells=one.first)
+            if batch and held + cost > self.budget:
+                yield self._forward(batch, vocab)
+                batch, held = [], 0
+            batch.append((one, row))
+            held += cost
+        if batch:
+            yield self._forward(batch, vocab)
+
+    def _forward(self, batch: list[tuple[Plan, rows.Row]], vocab: Sequence[int] | None) -> dict[str, Tensor]:
+        """One forward of a batch's rows, group by group, and of the unedited run beside them."""
+        echo = plan.unedited(self.pair, batch[0][0].into)
+        since = min(_enters(*planned) for planned in batch)
+        grouped: dict[object, list[tuple[Plan, rows.Row]]] = {}
+        for one, row in [(echo, rows.Row(since=since)), *batch]:
+            grouped.setdefault(one.key, []).append((one, row))
+        answers = rows.run(self.model, [self._group(members) for members in grouped.values()], vocab=vocab)
+        planned = [one for members in grouped.values() for one, _ in members]
+        found = dict(zip(planned, torch.cat(answers), strict=True))
+        self.echoes.append((echo.into, self._margin(found.pop(echo), vocab)))
+        return {one.name: logits for one, logits in found.items()}
+
+    def _group(self, members: Sequence[tuple[Plan, rows.Row]]) -> rows.Group:
+        one = members[0][0]
+        return rows.Group(
+            shared=self.cropped(self.states[one.into], one.first),
+            ids=one.ids,
+            positions=one.positions,
+            rows=tuple(row for _, row in members),
+            absent=one.absent,
+            trace=self.capture(one.into, "resid_pre", one.positions) if one.traced else None,
+        )
+
+    def _margin(self, logits: Float[Tensor, "vocab"], vocab: Sequence[int] | None) -> float:
+        """The margin of logits for `vocab`; NaN where the two actions are not among them."""
+        actions = [self.pair.base_action, self.pair.target_action]
+        if vocab is not None and not set(actions) <= set(vocab):
+            return float("nan")
+        base, target = actions if vocab is None else (list(vocab).index(action) for action in actions)
+        return float(logits[target] - logits[base])
 
     def recovery(self, margin: float) -> float | None:
         """Recovery of a margin; None where the arms' gap is not above this trial's noise floor."""
@@ -158,8 +192,79 @@ class Trial:
             "full-downstream equals target": abs(self.full_downstream - self.unedited.target) / scale,
         }
 
+    # --- what an unedited run holds -----------------------------------------------------------------------------
 
-def _arms(model: Any, pair: TokenPair) -> dict[str, tuple[Tensor, KVState]]:
+    def capture(self, run: State, point: Point, positions: Sequence[int]) -> Float[Tensor, "layer pos width"]:
+        """An activation of an unedited run at every layer and at some positions; z has its heads side by side."""
+        trace = self._trace(point, run, start=min(positions))
+        if list(positions) == list(range(positions[0], positions[-1] + 1)):  # a view, no copy
+            return trace.values[:, positions[0] - trace.start : positions[-1] + 1 - trace.start]
+        return trace.values[:, [p - trace.start for p in positions]]
+
+    def patterns(self, run: State) -> Float[Tensor, "layer head query key"]:
+        """The attention of the query block in an unedited run, over every position."""
+        self._require_twin()
+        seen: dict[int, Tensor] = {}
+        with patterns(self.model.twin, lambda layer, pattern: seen.update({layer: pattern[0]})):
+            _decode(self.model, self.pair, [self.states[run]])
+        return torch.stack([seen[layer] for layer in sorted(seen)])
+
+    def cropped(self, state: KVState, length: int) -> KVState:
+        """A state's first cells; the same object for the same state, so that edits from one donor are made together."""
+        if length >= state.length:
+            return state
+        key = (id(state), length)
+        if key not in self.crops:
+            self.crops[key] = (state, state.crop(length))  # the state is held, so that its id stays its own
+        return self.crops[key][1]
+
+    def _trace(self, point: Point, run: State, *, start: int) -> Trace:
+        """A point's activations from `start` on, captured where they are not there yet."""
+        held = self.traces.get((point, run))
+        if held is None or held.start > start:
+            self._require_twin()
+            ids = torch.tensor([self.pair.ids(run)[start:]])
+            past = [self.states[run].crop(start)] if start else None
+            positions, seen = torch.arange(start, start + ids.shape[1]), {}
+            with _watched(self.model, (point,), seen):
+                forward(self.model, ids, positions=positions, past=past, over=None, read=[0], keep=False)
+            held = self.traces[point, run] = _traces(seen, start, runs=(run,))[point, run]
+        return held
+
+    def _require_twin(self) -> None:
+        if self.model.twin is None:
+            raise CacheError(f"{self.model.name}'s layers are not of the kind that captures know")
+
+
+def _enters(one: Plan, row: rows.Row) -> int:
+    return row.first if one.traced else 0
+
+
+def _watched(model: Any, points: Sequence[Point], seen: Seen) -> ExitStack:
+    """Keep these points of every layer of the forwards that follow; nothing where the model's layers have none."""
+
+    def keep(point: Point, layer: int, tensor: Tensor) -> Tensor:
+        seen[point, layer] = tensor.detach().clone()
+        return tensor
+
+    stack = ExitStack()
+    if model.twin is not None:
+        stack.enter_context(visited(model.twin, keep, points))
+    return stack
+
+
+def _traces(seen: Seen, start: int, *, runs: Sequence[State]) -> dict[tuple[Point, State], Trace]:
+    """What was seen, by point and run: the runs are the first rows of the batch that was run."""
+    layers = 1 + max((layer for _, layer in seen), default=-1)
+    points: list[Point] = list(dict.fromkeys(point for point, _ in seen))
+    return {
+        (point, run): Trace(start, torch.stack([seen[point, layer][row] for layer in range(layers)]))
+        for point in points
+        for row, run in enumerate(runs)
+    }
+
+
+def _arms(model: Any, pair: TokenPair) -> dict[State, tuple[Tensor, KVState]]:
     """Each arm's last logits and state. The base is one whole forward; the target goes on from its prefix, since the
     tokens before the changed span are the same and know nothing of it (a check at load holds the model to that)."""
     base = prefill(model, pair.base_ids, start=0)
@@ -170,7 +275,7 @@ def _arms(model: Any, pair: TokenPair) -> dict[str, tuple[Tensor, KVState]]:
     return {"base": base, "target": (out.logits[0, 0], out.states[0])}
 
 
-def _decode_error(full: Mapping[str, float], unedited: readout.Margins) -> float:
+def _decode_error(full: Mapping[State, float], unedited: readout.Margins) -> float:
     """The larger difference of the two arms' margins, in logits."""
     return max(abs(full["base"] - unedited.base), abs(full["target"] - unedited.target))
 

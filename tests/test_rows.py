@@ -1,4 +1,4 @@
-"""Edited rows over a shared prefix equal copied, edited and decoded caches, for every architecture."""
+"""Rows packed into one forward equal copied caches and hooks on whole forwards, on every architecture."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from kvnotes import models
 from kvnotes.cache import CacheError, Cells
 from kvnotes.forward import decode, prefill
-from kvnotes.rows import Edit, Patch, Query, Row, run_rows
+from kvnotes.rows import Block, Edit, Group, Patch, Row, run
 from tests import tiny
 from tests.test_architectures import CHANGED, QUERY, TOKENS, arms
 
@@ -24,8 +24,10 @@ def trial(request, tmp_path_factory):
     return model, base, target
 
 
-def block(read, vocab=None) -> Query:
-    return Query(tokens=TOKENS[QUERY - 2 :], start=QUERY - 2, read=read, vocab=vocab)
+def group(state, rows, *, first=QUERY - 2, trace=None) -> Group:
+    """Rows of a query block of several tokens."""
+    ids, positions = tuple(TOKENS[first:]), tuple(range(first, len(TOKENS)))
+    return Group(shared=state.crop(first), ids=ids, positions=positions, rows=tuple(rows), trace=trace)
 
 
 def edits(base, target):
@@ -42,18 +44,29 @@ def edits(base, target):
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_rows_equal_copied_caches(trial, chunk):
     model, base, target = trial
-    rows, query = edits(base, target), block([0, 2])
+    rows = edits(base, target)
     copied = [base.replace(row.edits[0].cells, row.edits[0].donor) for row in rows]
-    expected = decode(model, copied, query.tokens, start=query.start, read=query.read)
-    measured = torch.cat([run_rows(model, base, query, rows[i : i + chunk]).rows for i in range(0, len(rows), chunk)])
+    query = TOKENS[QUERY - 2 :]
+    expected = decode(model, copied, query, start=QUERY - 2, read=[len(query) - 1])[:, 0]
+    chunks = [rows[i : i + chunk] for i in range(0, len(rows), chunk)]
+    measured = torch.cat([run(model, [group(base, part)], vocab=None)[0] for part in chunks])
     torch.testing.assert_close(measured, expected, atol=1e-4, rtol=0)
     assert (measured - measured[:1]).abs().max() > 1e-2  # the rows do differ
+
+
+def test_several_edits_of_one_row_are_made_together(trial):
+    model, base, target = trial
+    one, two = Cells(positions=(9,)), Cells(positions=(CHANGED, 14), layers=(1,))
+    row = Row(edits=(Edit(cells=one, donor=target), Edit(cells=two, donor=None)))
+    query = TOKENS[QUERY - 2 :]
+    expected = decode(model, [base.replace(one, target).replace(two, None)], query, start=QUERY - 2, read=[2])[0]
+    torch.testing.assert_close(run(model, [group(base, [row])], vocab=None)[0], expected, atol=1e-4, rtol=0)
 
 
 def test_states_and_weights_stay_as_they_are(trial):
     model, base, target = trial
     before = base.fingerprint(), target.fingerprint()
-    run_rows(model, base, block([2]), edits(base, target))
+    run(model, [group(base, edits(base, target))], vocab=None)
     assert (base.fingerprint(), target.fingerprint()) == before
     twin = dict(model.twin.named_parameters())
     shared = {p.data_ptr() for p in model.hf.parameters()}
@@ -62,17 +75,26 @@ def test_states_and_weights_stay_as_they_are(trial):
     assert not any(b.is_meta for b in model.twin.buffers())
 
 
-def test_rows_without_cells_are_an_error(trial):
+def test_rows_that_change_nothing_or_what_is_not_there_are_errors(trial):
     model, base, target = trial
-    nothing = Row(edits=(Edit(cells=Cells(positions=()), donor=target),))
-    with pytest.raises(CacheError, match="names no cell"):
-        run_rows(model, base, block([2]), [nothing])
-    with pytest.raises(CacheError, match="must change something"):
-        run_rows(model, base, block([2]), [Row()])
+    block = {"layer": 0, "heads": (0,), "tokens": (0,), "keys": (1,)}
+    for row, message in (
+        (Row(edits=(Edit(cells=Cells(positions=()), donor=target),)), "names no cell"),
+        (Row(edits=(Edit(cells=Cells(positions=(1,)), donor=target.crop(4)),)), "different positions"),
+        (Row(blocks=(Block(**(block | {"keys": ()})),)), "names no head, query or key"),
+        (Row(blocks=(Block(**(block | {"heads": (7,)})),)), "no query head to block"),
+        (Row(blocks=(Block(**(block | {"layer": 4})),)), "no layer to block 4"),
+        (Row(patches=(Patch(point="z", layer=0, index=0, value=torch.zeros(3), head=0),)), "takes a value of"),
+        (Row(patches=(Patch(point="resid_pre", layer=9, index=0, value=torch.zeros(32)),)), "no layer to patch 9"),
+    ):
+        with pytest.raises(CacheError, match=message):
+            run(model, [group(base, [row])], vocab=None)
+    with pytest.raises(CacheError, match="no intervention to run"):
+        run(model, [group(base, [])], vocab=None)
 
 
 def by_hooks(model, tokens, patch, position):
-    """The same patch by plain module hooks on a whole forward of the twin's sister: the bridge's own model."""
+    """The same patch by TransformerLens hooks on a whole forward of the bridge."""
     names = {
         "resid_pre": f"blocks.{patch.layer}.hook_in",
         "resid_post": f"blocks.{patch.layer}.hook_out",
@@ -95,40 +117,61 @@ def by_hooks(model, tokens, patch, position):
         return model.bridge.run_with_hooks(torch.tensor([tokens]), fwd_hooks=[(names[patch.point], put)])[0, -1]
 
 
+def residuals(model, first):
+    """The residual stream of a whole forward from a position on, layer by layer."""
+    seen = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][0, first:].clone()))
+        for layer in model.twin.base_model.layers
+    ]
+    prefill(model, TOKENS, start=0)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen)
+
+
 @pytest.mark.parametrize("point", ["resid_pre", "z", "attn_out", "mlp_out", "resid_post"])
-def test_patches_equal_bridge_hooks_on_whole_forwards(trial, point):
-    """At an earlier position everything after it is recomputed; at the last token only the decision changes."""
+@pytest.mark.parametrize("traced", [True, False])
+def test_patches_equal_bridge_hooks_on_whole_forwards(trial, point, traced):
+    """Rows of two lengths packed side by side: at an earlier position everything after it is recomputed, at the last
+    token only the decision changes; from their own layer on, or (without a trace) from the bottom."""
     model, _, _ = trial
     torch.manual_seed(1)
     width = model.shape["d_head" if point == "z" else "d_model"]
-    for first in (20, 29):
+    state = prefill(model, TOKENS, start=0)[1]
+    groups, expected = [], []
+    for first in (20, 27, 29):
         rows = [
             Row(patches=(Patch(point=point, layer=layer, index=0, value=torch.randn(width), head=head),))
             for layer in range(4)
             for head in (range(model.shape["heads"]) if point == "z" else [None])
         ]
-        whole = prefill(model, TOKENS, start=0)[1].crop(first)
-        query = Query(tokens=TOKENS[first:], start=first, read=[29 - first], vocab=None)
-        measured = run_rows(model, whole, query, rows).rows[:, 0]
-        for row, logits in zip(rows, measured, strict=True):
-            torch.testing.assert_close(logits, by_hooks(model, TOKENS, row.patches[0], first), atol=1e-4, rtol=0)
+        groups.append(group(state, rows, first=first, trace=residuals(model, first) if traced else None))
+        expected.append(torch.stack([by_hooks(model, TOKENS, row.patches[0], first) for row in rows]))
+    for measured, wanted in zip(run(model, groups, vocab=None), expected, strict=True):
+        torch.testing.assert_close(measured, wanted, atol=1e-4, rtol=0)
 
 
 def test_no_hook_is_left_behind(trial):
-    model, base, target = trial
-    run_rows(model, base, block([2]), edits(base, target))
-    bad = Row(patches=(Patch(point="z", layer=0, index=0, value=torch.zeros(3), head=0),))
-    with pytest.raises(CacheError, match="takes a value of"):
-        run_rows(model, base, block([2]), [bad])
+    model = trial[0]
+    forwards = {name: module.forward for name, module in model.twin.named_modules()}
+    state = prefill(model, TOKENS, start=0)[1]
+    late = Row(patches=(Patch(point="z", layer=3, index=0, value=torch.zeros(model.shape["d_head"]), head=0),))
+    run(model, [group(state, [late], first=20, trace=residuals(model, 20))], vocab=None)
+    broken = Row(patches=(Patch(point="resid_pre", layer=2, index=0, value=torch.zeros(32), mix=fails),))
+    with pytest.raises(ZeroDivisionError):
+        run(model, [group(state, [broken], first=20)], vocab=None)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.twin.modules())
+    assert {name: module.forward for name, module in model.twin.named_modules()} == forwards
+
+
+def fails(own, donor):
+    raise ZeroDivisionError
 
 
 def test_only_the_logits_that_are_read(trial):
     model, base, target = trial
-    every = run_rows(model, base, block([0, 2]), edits(base, target))
-    some = run_rows(model, base, block([2], vocab=[7, 3]), edits(base, target))
-    assert some.rows.shape == (len(edits(base, target)), 1, 2)
-    torch.testing.assert_close(some.rows[:, 0], every.rows[:, 1][:, [7, 3]], atol=1e-5, rtol=0)
-    torch.testing.assert_close(some.unedited[0], every.unedited[1, [7, 3]], atol=1e-5, rtol=0)
-    expected = decode(model, [base], TOKENS[QUERY - 2 :], start=QUERY - 2, read=[0, 2])[0]
-    torch.testing.assert_close(every.unedited, expected, atol=1e-4, rtol=0)
+    every = run(model, [group(base, edits(base, target))], vocab=None)[0]
+    some = run(model, [group(base, edits(base, target))], vocab=[7, 3])[0]
+    assert some.shape == (len(edits(base, target)), 2)
+    torch.testing.assert_close(some, every[:, [7, 3]], atol=1e-5, rtol=0)

@@ -3,10 +3,20 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kvnotes import models
-from kvnotes.cache import CacheError
-from kvnotes.interventions import ActivationPatch, AttentionBlock, CacheEdit
+from kvnotes.cache import CacheError, mean
+from kvnotes.interventions import (
+    ActivationPatch,
+    Added,
+    AttentionBlock,
+    CacheEdit,
+    Direction,
+    Features,
+    Recompute,
+    Together,
+)
 from kvnotes.sweep import Trial
 from tests import tiny
 from tests.test_prompts import tokens
@@ -20,7 +30,7 @@ POINTS = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 def trial(request, tmp_path_factory) -> Trial:
     kind, heads, kv_heads = request.param
     folder = tiny.checkpoint(kind, tmp_path_factory.mktemp(kind), heads=heads, kv_heads=kv_heads)
-    return Trial.run(models.load(str(folder), device="cpu", dtype="float32"), tokens(), engine="rows")
+    return Trial.run(models.load(str(folder), device="cpu", dtype="float32"), tokens(), engine="rows", budget=10**7)
 
 
 def interventions(trial: Trial) -> list:
@@ -45,11 +55,84 @@ def interventions(trial: Trial) -> list:
         for layer in (0, 2, 3)
         for position in (pair.changed[0], 9, pair.query[0])
     ]
+    every = tuple(range(trial.model.shape["heads"]))
     blocks = [
         AttentionBlock(name="one", positions=(4, 6), into="base", layers=(1,), heads=(2,)),
         AttentionBlock(name="many", positions=tuple(range(12)), into="target", layers=(0, 2, 3), heads=(0, 1, 3)),
+        AttentionBlock(name="all", positions=pair.downstream, into="base"),
+        AttentionBlock(name="itself", positions=(pair.query[-1],), into="base", layers=(1,), heads=every),
+        AttentionBlock(name="earlier", positions=(3, 8), into="base", layers=(1, 2), heads=(0, 1), queries=(9, 10, 12)),
+        AttentionBlock(name="far apart", positions=pair.changed, into="target", queries=(7, 11)),
     ]
-    return [*edits, *patches, *blocks]
+    return [*edits, *patches, *blocks, *mixed(trial), *recomputed(trial), *together(trial)]
+
+
+def mixed(trial: Trial) -> list:
+    """Parts of an activation: directions, features of a random autoencoder, a vector added, zeros."""
+    torch.manual_seed(3)
+    width = trial.model.shape["d_model"]
+    encoder, decoder, vector = torch.randn(width, 20) / 8, torch.randn(20, width) / 4, torch.randn(width)
+    directions = Direction(torch.randn(2, width))
+    features = Features(lambda x: torch.relu(x @ encoder), decoder, tuple(range(12)))
+
+    def patch(name, donor, *, mix=None, point="resid_post", head=None):
+        return [
+            ActivationPatch(
+                name=f"{name} {layer} at {position}",
+                point=point,
+                layer=layer,
+                position=position,
+                into="base",
+                donor=donor,
+                mix=mix,
+                head=head,
+            )
+            for layer in (0, 2, 3)
+            for position in (9, trial.pair.query[0])
+        ]
+
+    return [
+        *patch("direction", "target", mix=directions),
+        *patch("projected out", None, mix=directions, point="resid_pre"),
+        *patch("features", "target", mix=features),
+        *patch("no features", None, mix=features),
+        *patch("added", vector, mix=Added(), point="attn_out"),
+        *patch("vector", vector),
+        *patch("zero", None, point="mlp_out"),
+        *patch("zero head", None, point="z", head=1),
+        *patch("whole z", "target", point="z"),
+    ]
+
+
+def recomputed(trial: Trial) -> list:
+    pair = trial.pair
+    some = (pair.changed[0], 8, 12)
+    return [
+        Recompute(name="some anew", positions=some, into="base", tokens="target"),
+        Recompute(name="one anew", positions=(9,), into="target", tokens="base"),
+        Recompute(name="whole anew", positions=(*pair.changed, *pair.downstream), into="base", tokens="target"),
+    ]
+
+
+def together(trial: Trial) -> list:
+    pair = trial.pair
+    edit = CacheEdit(name="e", positions=pair.changed, into="base", donor="target")
+    other = CacheEdit(name="o", positions=(8,), into="base", donor=None, layers=(0, 3))
+    z = [
+        ActivationPatch(name=f"z{i}", point="z", layer=i, position=p, head=h, into="base", donor="target")
+        for i, p, h in ((1, 10, 0), (1, 12, 1), (3, pair.query[0], 0))
+    ]
+    block = AttentionBlock(name="b", positions=(5,), into="base", layers=(2,))
+    anew = Recompute(name="r", positions=(6, 11), into="base", tokens="base")
+    average = mean([trial.states["base"], trial.states["target"]])
+    return [
+        CacheEdit(name="from a mean", positions=pair.downstream, into="base", donor=average),
+        Together(name="two edits", parts=(edit, other)),
+        Together(name="heads", parts=z),
+        Together(name="everything", parts=(edit, *z, block)),
+        Together(name="field, then some anew", parts=(edit, anew)),
+        Together(name="anew and patched", parts=(edit, anew, z[2], block)),
+    ]
 
 
 def test_rows_equal_hooks(trial):
@@ -73,11 +156,14 @@ def test_each_intervention_says_how_much_it_changes(trial):
     assert trial.fired["one head"] == 2 * 2
     assert trial.fired["z 2 at 9"] == 1
     assert trial.fired["many"] == 12 * 3 * 3
+    assert trial.fired["earlier"] == 2 * 2 * 2 * 3
+    assert trial.fired["one anew"] == 4 * trial.states["base"].n_kv_heads
+    assert trial.fired["heads"] == 3
 
 
 def test_no_hook_is_left_on_the_model(trial):
     trial.margins(interventions(trial))
-    replace(trial, engine="hooks").margins(interventions(trial)[-3:])
+    replace(trial, engine="hooks").margins(interventions(trial)[-30:])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in trial.model.twin.modules())
     assert not any(point.fwd_hooks for point in trial.model.bridge.hook_dict.values())
 
@@ -88,6 +174,98 @@ def test_interventions_that_change_nothing_are_errors(trial):
         CacheEdit(name="x", positions=(99,), into="base", donor="target"),
         AttentionBlock(name="x", positions=(1,), into="base", layers=(), heads=()),
         AttentionBlock(name="x", positions=(1,), into="base", layers=(0,), heads=(7,)),
+        AttentionBlock(name="x", positions=(12,), into="base", queries=(9,)),
+        ActivationPatch(name="x", point="z", layer=9, position=9, into="base", donor="target"),
+        ActivationPatch(name="x", point="z", layer=1, position=0, into="base", donor="target"),
+        Recompute(name="x", positions=(), into="base", tokens="base"),
+        Recompute(name="x", positions=(trial.pair.query[0],), into="base", tokens="base"),
+        Together(name="x", parts=()),
+        Together(
+            name="x",
+            parts=(
+                CacheEdit(name="y", positions=(7, 9), into="base", donor="target"),
+                CacheEdit(name="z", positions=(9,), into="base", donor=None, layers=(2,)),
+            ),
+        ),
+        Together(
+            name="x",
+            parts=(
+                CacheEdit(name="y", positions=(9,), into="base", donor="target"),
+                Recompute(name="z", positions=(9,), into="base", tokens="base"),
+            ),
+        ),
     ):
         with pytest.raises(CacheError):
             trial.margins([nothing])
+    twice = [CacheEdit(name="x", positions=(p,), into="base", donor="target") for p in (7, 8)]
+    with pytest.raises(CacheError, match="'x' occurs more than once"):
+        trial.margins(twice)
+
+
+def test_identities_of_interventions(trial):
+    """Recomputing everything as the target's tokens is the target; an added zero vector, a patch from the run itself
+    and features that are the run's own change nothing; a direction of full rank is the whole activation."""
+    pair, width = trial.pair, trial.model.shape["d_model"]
+    eye, zero = Direction(torch.eye(width)), torch.zeros(width)
+    own = Features(torch.relu, torch.eye(width), (1, 2))
+    place = {"point": "resid_pre", "layer": 1, "position": 9, "into": "base"}
+    found = trial.margins(
+        [
+            Recompute(name="target", positions=(*pair.changed, *pair.downstream), into="base", tokens="target"),
+            Recompute(name="base", positions=(7, 9), into="base", tokens="base"),
+            ActivationPatch(name="added nothing", donor=zero, mix=Added(), **place),
+            ActivationPatch(name="itself", donor="base", **place),
+            ActivationPatch(name="its features", donor="base", mix=own, **place),
+            ActivationPatch(name="all directions", donor="target", mix=eye, **place),
+            ActivationPatch(name="whole", donor="target", **place),
+        ]
+    )
+    unedited = trial.unedited
+    for name in ("base", "added nothing", "itself", "its features"):
+        assert found[name] == pytest.approx(unedited.base, abs=1e-4), name
+    assert found["target"] == pytest.approx(unedited.target, abs=1e-4)
+    assert found["all directions"] == pytest.approx(found["whole"], abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 10**5, 10**9])
+def test_a_memory_budget_changes_no_number(trial, budget):
+    asked = interventions(trial)
+    steps = []
+    small = replace(trial, budget=budget, progress=lambda done, total: steps.append((done, total)))
+    assert small.margins(asked) == pytest.approx(trial.margins(asked), abs=1e-5)
+    assert steps[-1] == (len(asked), len(asked))
+    assert len(steps) == (len(asked) if budget == 1 else len(steps))  # a row a forward
+    assert small.echoes
+    assert trial.identities()["empty edit equals base"] < 1e-5
+
+
+def test_captures_hold_named_positions_of_the_unedited_run(trial):
+    pair = trial.pair
+    whole = hook_run(trial, "blocks.2.hook_in")
+    found = trial.capture("target", "resid_pre", [pair.query[0], 7])
+    assert found.shape == (4, 2, trial.model.shape["d_model"])
+    torch.testing.assert_close(found[2], whole[[pair.query[0], 7]], atol=1e-4, rtol=0)
+    patterns = trial.patterns("target")
+    assert patterns.shape == (4, trial.model.shape["heads"], 1, len(pair.base_ids))
+    torch.testing.assert_close(
+        patterns[1, :, 0], hook_run(trial, "blocks.1.attn.hook_pattern")[:, -1], atol=1e-4, rtol=0
+    )
+
+
+def hook_run(trial: Trial, point: str):
+    seen = []
+    with torch.no_grad():
+        trial.model.bridge.run_with_hooks(
+            torch.tensor([trial.pair.target_ids]), fwd_hooks=[(point, lambda t, hook: seen.append(t[0].clone()))]
+        )
+    return seen[0]
+
+
+def test_all_logits_are_there_for_p_full(trial):
+    edit = CacheEdit(name="notes", positions=trial.pair.downstream, into="base", donor="target")
+    every = trial.logits([edit], vocab=None)["notes"]
+    two = trial.logits([edit], vocab=[5, 2])["notes"]
+    assert every.shape == (trial.model.hf.config.vocab_size,)
+    torch.testing.assert_close(two, every[[5, 2]])
+    margin = every[trial.pair.target_action] - every[trial.pair.base_action]
+    assert trial.margins([edit])["notes"] == pytest.approx(float(margin), abs=1e-5)
