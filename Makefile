@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
+MODELS ?= qwen2.5-coder-0.5b qwen2.5-coder-1.5b
 
 # MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS: each is the flag of its name; unset keeps the default.
 quote = '$(subst ','\'',$(1))'
@@ -20,16 +21,16 @@ STUDIES := $(basename $(notdir $(filter-out %/__init__.py,$(wildcard probes/*.py
 module   = $(if $(filter $(1),$(STUDIES)),$(subst /,.,$(basename $(wildcard probes/$(1).py circuits/$(1).py))))
 
 # A misspelled setting would be ignored, and the default model measured for minutes.
-KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS QUICK R ARGS PYTHON VENV
+KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS MODELS QUICK R ARGS PYTHON VENV
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v)))
 $(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOWN),$(GIVEN)); known: $(KNOWN)))
 
-.PHONY: help setup check test models tasks probes calibrate figures show bench clean
+.PHONY: help setup check test models tasks probes families calibrate figures show bench clean
 
 help: ## what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "  studies: $(STUDIES)"
-	@echo "  settings: MODEL= TASK= PAIR= WORDING= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= ENGINE= MEMORY= RESULTS="
+	@echo "  settings: MODEL= TASK= PAIR= WORDING= LAYOUT= N= SEED= LENGTH= DEVICE= DTYPE= ENGINE= MEMORY= RESULTS= ARGS=\"--draws 5\" (a study's own)"
 
 setup: $(READY) ## create .venv with the versions known to work together
 
@@ -57,9 +58,18 @@ tasks: $(READY) ## a coloured sample prompt with its spans, and competence by la
 
 probe-%: $(READY) ## one study, such as probe-locality: record, figure, printed summary
 	@test -n '$(call module,$*)' || { echo "error: there is no study of that name; known: $(STUDIES)" >&2; exit 2; }
-	$(PY) -m $(call module,$*) $(FLAGS)
+	$(PY) -m $(call module,$*) $(FLAGS)$(if $(ARGS), $(ARGS))
 
 probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other
+
+# each study has its own kind of pair, so none is passed on
+FAMILY := locality dissociation specificity injection timing
+OTHERS := $(filter-out MODEL PAIR WORDING,TASK LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS)
+families: $(READY) ## the paper's tables 3 and 4: five studies on MODELS="a b", side by side
+	@set -e; for model in $(MODELS); do for study in $(FAMILY); do \
+	  $(MAKE) --no-print-directory probe-$$study MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
+	$(PY) -m figures.families $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
+	  $(foreach m,$(MODELS),--model $(call quote,$(m))) $(call flag,LAYOUT,layout)
 
 calibrate: $(READY) ## every study on every planted model, expected beside measured
 	$(PY) -m kvnotes.cli calibrate $(call flag,RESULTS,results)

@@ -47,10 +47,10 @@ FULL = Plan(
     rounds={
         ("W1", "short"): 3,
         ("W2", "short"): 3,
-        ("W3", "short"): 2,
+        ("W3", "short"): 1,
         ("W1", "long"): 3,
         ("W2", "long"): 3,
-        ("W3", "long"): 2,
+        ("W3", "long"): 1,
     },
     peer_rounds=3,
     strides={"short": Stride(), "long": Stride(layers=4, positions=64)},

@@ -7,14 +7,15 @@ sum(margin - margin_base) / sum(margin_target - margin_base).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvnotes.config import RunConfig
-from kvnotes.records import Effect, Gate, HypothesisTest, Instance, Table
+from kvnotes.records import Effect, Gate, HypothesisTest, Instance, Summary, Table
 
 LEAST_SCENARIOS = 6
+FALSE_DISCOVERIES = 0.05  # of a family of tests, the rate that is allowed
 
 # kvnotes.stats is imported where it is used: scipy and statsmodels take seconds, and `--help` must not wait.
 
@@ -76,6 +77,70 @@ class Scope:
             unresolved=abs(sum(tops)) / len(tops) < self.floor,
             test=None if about is None else self._equivalence(tops, gaps, scenarios, about=about),
         )
+
+    def family(
+        self, members: Mapping[str, Callable[[Instance], float | None]], *, label: Callable[[str], str] = str
+    ) -> list[Effect]:
+        """Recoveries of many places of one kind (slots, layers, heads), each over the instances that have it: `moved`
+        gives None for one that does not. Each is tested against 0 by sign flips of scenarios, and the p-values are
+        corrected over the family (Benjamini and Hochberg). A place in too few scenarios has no estimate and no test.
+        """
+        from kvnotes import stats
+
+        scopes = {name: self.having(moved) for name, moved in members.items()}
+        found = [scopes[name].recovery(name, label(name), _number(moved)) for name, moved in members.items()]
+        tested = [one.name for one in found if one.estimate is not None]
+        p = {name: scopes[name]._sign_flips(_number(members[name])) for name in tested}
+        adjusted = dict(zip(tested, stats.benjamini_hochberg(list(p.values())), strict=True)) if p else {}
+        tests = {name: _corrected(float(value), of=len(tested)) for name, value in adjusted.items()}
+        return [one.model_copy(update={"test": tests.get(one.name)}) for one in found]
+
+    def having(self, value: Callable[[Instance], float | None]) -> Scope:
+        """The same over the instances that have a value."""
+        return replace(self, instances=[one for one in self.rows if value(one) is not None])
+
+    def mean(
+        self, name: str, label: str, value: Callable[[Instance], float | None], *, control: bool = False
+    ) -> Effect:
+        """The mean of a number that is no recovery, such as a depth or a count, over the instances that have it, each
+        scenario a cluster."""
+        from kvnotes import stats
+
+        here, c = self.having(value), self.config
+        if why := here._too_few():
+            return here._none(name, label, why, control=control)
+        values = [_number(value)(one) for one in here.rows]
+        found = stats.interval(values, _scenarios(here.rows), level=c.level, resamples=c.resamples, seed=c.seed)
+        return here._effect(name, label, found, control=control, mean_of_ratios=None, unresolved=False, test=None)
+
+    def draws_test(self, chosen: Callable[[Instance], float], drawn: Callable[[Instance], Sequence[float]]) -> float:
+        """How often random draws move as much as what was chosen: the p-value of "the chosen is a draw like any other".
+
+        Each scenario picks, again and again, what was chosen or one of its draws, all equally likely and the same one
+        for its pairs (a pair with fewer draws begins again with its first); the sums over scenarios are compared.
+        One-sided, p = (b + 1) / (resamples + 1). Instances without draws must not be among the rows.
+        """
+        import numpy as np
+
+        rng = np.random.default_rng(self.config.seed)
+        whole, picked = 0.0, np.zeros(self.config.resamples)
+        rows = {one.id: (chosen(one), drawn(one)) for one in self.rows}
+        for scenario in dict.fromkeys(_scenarios(self.rows)):
+            here = [rows[one.id] for one in self.rows if one.scenario == scenario]
+            ways = max(len(draws) for _, draws in here)
+            sums = [sum(draws[i % len(draws)] for _, draws in here) for i in range(ways)]
+            best = sum(value for value, _ in here)
+            whole += best
+            picked += np.array([best, *sums])[rng.integers(ways + 1, size=len(picked))]
+        enough = int((picked >= whole - 1e-9 * max(1.0, abs(whole))).sum())
+        return (1 + enough) / (1 + len(picked))
+
+    def _sign_flips(self, moved: Callable[[Instance], float]) -> float:
+        from kvnotes import stats
+
+        rows, c = self.rows, self.config
+        values = [moved(one) for one in rows]
+        return stats.sign_flip_test(values, _scenarios(rows), resamples=c.resamples, seed=c.seed).p
 
     def share(self, name: str, label: str, holds: Callable[[Instance], bool]) -> Effect:
         """The share of instances for which something holds, with an interval clustered by scenario."""
@@ -163,6 +228,44 @@ class Scope:
         return self._effect(name, label, nothing, control=control, **more)
 
 
+def summary(
+    instances: Sequence[Instance],
+    config: RunConfig,
+    floor: float,
+    *,
+    find: Callable[[Scope], Iterable[Effect]],
+    tables: Callable[[Scope, Scope], Mapping[str, Table]],
+    headline: Mapping[str, str],
+    notes: Sequence[str] = (),
+) -> Summary:
+    """A study's summary: the effects that `find` yields for each layout, gated and ungated, and its tables, which get
+    both scopes; where there are several layouts a table's name ends with its layout. `headline` names the gated
+    effects that the headline gives, and their words; without the first of them it says why."""
+    found: list[Effect] = []
+    made: dict[str, Table] = {}
+    named = layouts(instances)
+    for layout in named:
+        gated, ungated = (
+            Scope(instances=instances, layout=layout, gated=passed, config=config, floor=floor)
+            for passed in (True, False)
+        )
+        found += [*find(gated), *find(ungated)]
+        suffix = f", {layout}" if len(named) > 1 else ""
+        made |= {f"{name}{suffix}": table for name, table in tables(gated, ungated).items()}
+    said = "; ".join(_headline(found, layout, headline) for layout in named)
+    return Summary(effects=tuple(found), tables=made, notes=tuple(notes), headline=said)
+
+
+def _headline(found: Sequence[Effect], layout: str, words: Mapping[str, str]) -> str:
+    here = {effect.name: effect for effect in found if effect.layout == layout and effect.gated}
+    first = here[next(iter(words))]
+    if first.estimate is None:
+        return f"{layout}: no recovery ({first.warning})"
+    known = {word: here[name].estimate for name, word in words.items() if name in here}
+    said = ", ".join(f"{word} {value:.2f}" for word, value in known.items() if value is not None)
+    return f"{layout}: {said} (n={first.n})"
+
+
 def competence(instances: Sequence[Instance]) -> Table:
     """The unedited model by layout: pairs that pass the gate and arms that are right, by the two actions and over the
     whole vocabulary. In a polarity design the two pairs of a group are the four cells of its 2x2."""
@@ -187,6 +290,48 @@ def competence(instances: Sequence[Instance]) -> Table:
     return Table(columns=columns, rows=rows)
 
 
+_CELLS = ("R", "low", "high", "p", "ungated")
+
+
+def places(
+    place: str,
+    kinds: Mapping[str, Callable[[Instance], Mapping[str, float]]],
+    *,
+    gated: Scope,
+    ungated: Scope,
+    largest_first: bool = False,
+) -> Table:
+    """A table with a row a place (a slot, a class, a layer), by what was done there, such as "alone" and "without".
+
+    `kinds` gives an instance's numbers in logits by place; a place that an instance lacks is not among them. Each
+    kind has its recovery over the gated instances with interval and p (`Scope.family`), and the recovery over all used
+    pairs beside it. Places in too few scenarios have no row.
+    """
+    found: dict[str, list[Any]] = {}
+    for value in kinds.values():
+        numbers = {one.id: value(one) for one in ungated.rows}
+        names = dict.fromkeys(name for one in gated.rows for name in numbers[one.id])
+        members = {name: _of(numbers, name) for name in names}
+        for one in gated.family(members):
+            if one.estimate is not None and one.test is not None:
+                beside = ungated.having(members[one.name]).recovery(one.name, one.label, _number(members[one.name]))
+                found.setdefault(one.name, []).extend([one.estimate, one.low, one.high, one.test.p, beside.estimate])
+    width = len(kinds) * len(_CELLS)
+    whole = {name: cells for name, cells in found.items() if len(cells) == width}
+    rows: list[list[Any]] = [[name, *(_short(cell) for cell in cells)] for name, cells in whole.items()]
+    if largest_first:
+        rows.sort(key=lambda row: -row[1])
+    return Table(columns=(place, *(f"{kind} {cell}" for kind in kinds for cell in _CELLS)), rows=rows)
+
+
+def _short(number: float | None) -> float | None:
+    return None if number is None else round(number, 4)
+
+
+def _of(numbers: Mapping[str, Mapping[str, float]], name: str) -> Callable[[Instance], float | None]:
+    return lambda one: numbers[one.id].get(name)
+
+
 def layouts(instances: Sequence[Instance]) -> list[str]:
     """Layouts in the order they were run."""
     return list(dict.fromkeys(one.layout for one in instances))
@@ -207,6 +352,24 @@ def gap(one: Instance) -> float:
 def moved(one: Instance, margin: float) -> float:
     """How far a margin lies from base's, in logits."""
     return margin - float(gate(one).base_margin or 0.0)
+
+
+def _number(value: Callable[[Instance], float | None]) -> Callable[[Instance], float]:
+    """The same function, for instances that are known to have the number."""
+
+    def found(one: Instance) -> float:
+        number = value(one)
+        if number is None:
+            raise ValueError(f"{one.id} has no such number")
+        return number
+
+    return found
+
+
+def _corrected(p: float, *, of: int) -> HypothesisTest:
+    conclusion = "different" if p <= FALSE_DISCOVERIES else "inconclusive"
+    name = f"sign flips by scenario, BH over {of}"
+    return HypothesisTest(name=name, statistic=None, p=p, margin=None, conclusion=conclusion)
 
 
 def _clip(limit: float | None) -> float | None:

@@ -138,7 +138,8 @@ def _expected(
             "without_second_note": rest[1],
         },
         # In a polarity pair the trigger's cells hold value and action, as the field's cells hold the value.
-        "dissociation": {"trigger_only": field_only, "notes": notes_only},
+        "dissociation": {"trigger_only": field_only, "notes": notes_only, "same_conclusion": 0.0},
+        "injection": {"full_notes": notes_only, "follow_rate": float(notes_only > 0.5)},
         "timing": {"commit_depth": READ_LAYER, **written},
         "heads": {
             "first_read": single[0],

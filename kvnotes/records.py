@@ -39,26 +39,26 @@ class RecordError(KVNotesError):
 # --- values -----------------------------------------------------------------------------------------------
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Arrays and array scalars as lists and numbers; NaN and the infinities, which JSON lacks, as None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
-Number = Annotated[float | None, BeforeValidator(_plain)]
+Number = Annotated[float | None, BeforeValidator(plain)]
 Scalar = bool | int | float | str | None
 if TYPE_CHECKING:
     Measure = Any  # a reader knows what a study's measures hold, a type checker does not
 else:
     Measure = TypeAliasType("Measure", "Scalar | list[Measure] | dict[str, Measure]")
-Measures = Annotated[Mapping[str, Measure], BeforeValidator(_plain)]
+Measures = Annotated[Mapping[str, Measure], BeforeValidator(plain)]
 
 
 class _Frozen(BaseModel):
@@ -88,7 +88,7 @@ class Provenance(_Frozen):
     versions: dict[str, str]
     """Installed version by package."""
     seed: int
-    config: Annotated[dict[str, Scalar | list[Scalar]], BeforeValidator(_plain)]
+    config: Annotated[dict[str, Scalar | list[Scalar]], BeforeValidator(plain)]
     """Every setting of the run, flat."""
     config_hash: str
 
@@ -241,7 +241,7 @@ class Table(_Frozen):
     """A table of the summary."""
 
     columns: tuple[str, ...]
-    rows: Annotated[list[list[Scalar]], BeforeValidator(_plain)]
+    rows: Annotated[list[list[Scalar]], BeforeValidator(plain)]
 
     @model_validator(mode="after")
     def _rectangular(self) -> Table:
@@ -299,6 +299,8 @@ class Record(_Frozen):
     model: Model
     inclusion: Inclusion
     instances: tuple[Instance, ...]
+    plan: Measures = Field(default_factory=dict)
+    """What a study of two passes chose between them, such as slots ranked on each fold of the scenarios."""
     summary: Summary
     checks: tuple[Check, ...]
     arrays: tuple[ArrayFile, ...]
@@ -346,6 +348,8 @@ def content_hash(record: Record) -> str:
     made = content["provenance"]
     del made["created"], made["command"]
     made["config"].pop("results", None)
+    if not content["plan"]:
+        del content["plan"]  # as in the records that were written before there were plans
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

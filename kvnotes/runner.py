@@ -2,19 +2,41 @@
 
 A study is a module with TITLE, `measure(trial, config)`, `summarise(instances, config, floor)` and, where it has
 any of its own, `identities(trial, measures)` and a `Settings` class; it is found by its file's stem.
+
+A study that chooses on some instances what it tests on others makes two passes over the pairs:
+`survey(trial, config)`, then once `prepare(instances, config)`, whose plan (plain JSON values) goes into the record,
+then `measure(trial, config, plan)`. An instance's measures are those of both passes; `identities` sees all of them.
+
+A study that needs large arrays of every instance adds `collect(trial, config)` (with the plan, where there is one),
+which gives numpy arrays by name, of the same shapes for every pair. They stand in a file beside the record, stacked
+over the instances that were measured, in the record's order; its `summarise` takes them as a fourth argument. Where
+they are larger than what is made of them, `condense(arrays, instances, config)` gives those that are kept instead.
+
+A study that borrows cells from other instances adds `donors(pair, pairs, plan)` (see `kvnotes.donors`); the runner
+prefills the pairs that it names, and its `measure` takes them as `donors=`.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from kvnotes import commandline, discover, effects, provenance, records, report, weights
 from kvnotes import config as configs
@@ -25,12 +47,15 @@ from kvnotes.records import Check, Gate, Instance, Record, Summary, Timings, Tok
 from kvnotes.resume import Finished, ResumeFile
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kvnotes.models import Model
     from kvnotes.prompts import Template
     from kvnotes.sweep import Trial
 
 console = Console(stderr=True, highlight=False)
 
+Inside = Callable[[int, int], None]
 UNITS = {
     "prefix deviation": "largest difference of any cell",
     "cached decode equals full forward": "margin error in logits, over all pairs",
@@ -62,6 +87,35 @@ class Study:
             default=configs.is_default(c),
         )
 
+    def asks(self, function: str) -> bool:
+        """Whether the study has a function that only some have."""
+        return hasattr(self.module, function)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One round over the pairs: the study's function, what it gets beside trial and config, and what came before."""
+
+    function: str
+    file: ResumeFile
+    pairs: Mapping[str, TokenPair]
+    arguments: tuple[Any, ...] = ()
+    before: Mapping[str, Finished] = field(default_factory=dict)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the study's own identities and arrays are taken in this pass."""
+        return self.function == "measure"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All that a run measured: its instances, what was chosen between the passes, arrays stacked over instances."""
+
+    finished: list[Finished]
+    plan: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+
 
 def main(file: str) -> None:
     """Entry of `python -m <package>.<study>`: flags to settings, then the run; a known failure is one line."""
@@ -81,10 +135,12 @@ def execute(module: ModuleType, config: RunConfig) -> Record:
     with console.status(f"loading {config.model}"):
         model = models.load(config.model, device=config.device, dtype=config.dtype)
     loaded = time.perf_counter() - started
-    finished = measure_all(study, model, pairs)
-    clock = Timings(total_s=time.perf_counter() - started, per_instance_s=_mean_seconds(finished), load_s=loaded)
-    record = records.write(build(study, model, finished, clock), study.path)
-    resume_file(study, model).remove()
+    measured = measure_all(study, model, pairs)
+    seconds = _mean_seconds(measured.finished)
+    clock = Timings(total_s=time.perf_counter() - started, per_instance_s=seconds, load_s=loaded)
+    record = records.write(build(study, model, measured, clock), study.path)
+    for name in ("", "survey"):
+        resume_file(study, model, name=name).remove()
     report.show(record, report.console())
     console.print(f"record: {study.path}", soft_wrap=True)
     for path in _draw(study, record):
@@ -107,24 +163,56 @@ def generate(config: RunConfig) -> list[Pair]:
     ]
 
 
-def measure_all(study: Study, model: Model, pairs: list[Pair]) -> list[Finished]:
-    """Every pair measured or skipped, in order, with progress; finished ones of an earlier run are taken over."""
+def measure_all(study: Study, model: Model, pairs: list[Pair]) -> Measured:
+    """Every pair measured or skipped, in order, in the study's one or two passes."""
     tokenised = tokenise(model, pairs, query=study.config.query)
     _require_some(tokenised, study.config)
-    usable = [one for one in tokenised if isinstance(one, TokenPair)]
-    _require_memory(model, usable, budget=study.config.memory * configs.MEGABYTE)
-    file = resume_file(study, model)
-    known = {k: v for k, v in file.read().items() if k in {pair.id for pair in pairs}}
-    file.start(known)
+    usable = {one.pair.id: one for one in tokenised if isinstance(one, TokenPair)}
+    _require_memory(model, list(usable.values()), budget=study.config.memory * configs.MEGABYTE)
+    plan: dict[str, Any] = {}
+    if study.asks("prepare"):
+        first = Pass(function="survey", file=resume_file(study, model, name="survey"), pairs=usable)
+        surveyed = run_pass(study, model, tokenised, first)
+        plan = prepare(study, surveyed)
+        file = resume_file(study, model, plan=plan)
+        before = {done.instance.id: done for done in surveyed}
+        last = Pass(function="measure", file=file, pairs=usable, arguments=(plan,), before=before)
+    else:
+        last = Pass(function="measure", file=resume_file(study, model), pairs=usable)
+    finished = run_pass(study, model, tokenised, last)
+    return Measured(finished=finished, plan=plan, arrays=_arrays(study, finished, last.file))
+
+
+def _arrays(study: Study, finished: list[Finished], file: ResumeFile) -> Mapping[str, np.ndarray]:
+    """The collected arrays, stacked over the instances that have any, and condensed where the study does so."""
+    rows = [done.instance for done in finished if done.arrays is not None]
+    stacked = file.stacked([one.id for one in rows])
+    return study.module.condense(stacked, rows, study.config) if rows and study.asks("condense") else stacked
+
+
+def prepare(study: Study, surveyed: list[Finished]) -> dict[str, Any]:
+    """The study's plan, from the instances that were surveyed, as a record keeps it: plain JSON values."""
+    measured = tuple(done.instance for done in surveyed if done.instance.status != "skipped")
+    return json.loads(json.dumps(records.plain(study.module.prepare(measured, study.config)), allow_nan=False))
+
+
+def run_pass(study: Study, model: Model, pairs: list[TokenPair | Skipped], this: Pass) -> list[Finished]:
+    """One pass over the pairs, with progress; finished ones of an earlier run are taken over."""
+    wanted = {one.pair.id for one in pairs}
+    known = {k: v for k, v in this.file.read().items() if k in wanted}
+    this.file.start(known)
+    title = study.config.study if this.is_last else f"{study.config.study}, {this.function}"
     if known:
         console.print(f"resuming: {len(known)} of {len(pairs)} pairs were measured before")
     finished = []
     try:
-        for one in _progress(tokenised, study.config.study):
-            done = known.get(one.pair.id) or _one(study, model, one)
-            if one.pair.id not in known:
-                file.add(done)
-            finished.append(done)
+        with _progress(title, len(pairs)) as bar:
+            for one in pairs:
+                done = known.get(one.pair.id) or _one(study, model, one, this=this, inside=bar.inside)
+                if one.pair.id not in known:
+                    this.file.add(done)
+                finished.append(done)
+                bar.next()
     except KeyboardInterrupt:
         console.print(f"stopped: {len(finished)} of {len(pairs)} pairs are kept; run the same command to go on")
         raise
@@ -145,8 +233,8 @@ def _template(model: Model) -> Template:
     return prompts.read_template(model.tokenizer, use=model.entry.chat.use, options=model.entry.chat.options)
 
 
-def resume_file(study: Study, model: Model) -> ResumeFile:
-    """The run's resume file; it only fits the same settings, code, libraries, weights and prompts."""
+def resume_file(study: Study, model: Model, *, name: str = "", plan: Mapping[str, Any] | None = None) -> ResumeFile:
+    """A pass's resume file; it only fits the same settings, code, libraries, weights, prompts and plan."""
     from kvnotes import models
 
     key = {
@@ -157,32 +245,85 @@ def resume_file(study: Study, model: Model) -> ResumeFile:
         "chat": model.entry.chat.model_dump(),
         "attention": model.entry.attention,
         "versions": provenance.versions(),
+        "plan": plan,
     }
-    return ResumeFile(study.path, key=key)
+    return ResumeFile(study.path, key=key, name=name)
 
 
-def _one(study: Study, model: Model, pair: TokenPair | Skipped) -> Finished:
+def _one(study: Study, model: Model, pair: TokenPair | Skipped, *, this: Pass, inside: Inside) -> Finished:
     """Measure one pair and hold it to its identities. Raises IdentityFailed where one does not hold."""
     from kvnotes.sweep import Trial
 
     if isinstance(pair, Skipped):
         return Finished(instance=_skipped(pair), identities={}, noise=0.0)
     started = time.perf_counter()
-    trial = Trial.run(model, pair, engine=study.config.engine, budget=study.config.memory * configs.MEGABYTE)
-    measures = study.module.measure(trial, study.config)
-    own = getattr(study.module, "identities", None)
-    identities = trial.identities() | (own(trial, measures) if own else {})
+    budget = study.config.memory * configs.MEGABYTE
+    trial = Trial.run(model, pair, engine=study.config.engine, budget=budget, progress=inside)
+    before = this.before.get(pair.pair.id)
+    measures = _measures(study, trial, this, before)
+    identities = trial.identities()
+    if this.is_last and study.asks("identities"):
+        identities |= study.module.identities(trial, measures)
+    _hold(identities, pair=pair, model=model, config=study.config)
+    arrays = _collect(study, trial, this) if this.is_last and study.asks("collect") else None
+    seconds = time.perf_counter() - started
+    done = Finished(
+        instance=_instance(trial, measures, study.config, seconds),
+        identities=identities,
+        noise=trial.floor,
+        arrays=arrays,
+    )
+    return done if before is None else _both(before, done)
+
+
+def _measures(study: Study, trial: Trial, this: Pass, before: Finished | None) -> dict[str, Any]:
+    """What the pass measures, with what the pass before it did. Raises RunError where it measures the same again."""
+    runners = {"unedited", "full"}
+    earlier = {} if before is None else {k: v for k, v in before.instance.measures.items() if k not in runners}
+    lent = _donors(study, trial, this) if this.is_last and study.asks("donors") else {}
+    made = getattr(study.module, this.function)(trial, study.config, *this.arguments, **lent)
+    if twice := sorted(set(earlier) & set(made)):
+        raise RunError(
+            f"{study.config.study}: survey and measure both return {', '.join(twice)}; give them other names"
+        )
+    return {**earlier, **made}
+
+
+def _donors(study: Study, trial: Trial, this: Pass) -> dict[str, Any]:
+    """The other instances that the study borrows from, prefilled, as the keyword that its `measure` takes."""
+    from kvnotes import donors
+
+    plan = this.arguments[0] if this.arguments else {}
+    wanted = study.module.donors(trial.pair, this.pairs, plan)
+    return {"donors": [donors.fill(trial.model, one) for one in wanted]}
+
+
+def _collect(study: Study, trial: Trial, this: Pass) -> str:
+    arrays = study.module.collect(trial, study.config, *this.arguments)
+    return this.file.keep_arrays(trial.pair.pair.id, arrays)
+
+
+def _hold(identities: Mapping[str, float], *, pair: TokenPair, model: Model, config: RunConfig) -> None:
     for name, value in identities.items():
-        bound = _bound(name, model, study.config)
+        bound = _bound(name, model, config)
         if not value <= bound:
             raise IdentityFailed(
                 f"{pair.pair.id}: {name!r} is off by {value:.3g} (bound {bound:.3g}); nothing this run measures can be "
                 "trusted. Report it with the model, the layout and this message"
             )
-    seconds = time.perf_counter() - started
-    return Finished(
-        instance=_instance(trial, measures, study.config, seconds), identities=identities, noise=trial.floor
+
+
+def _both(first: Finished, last: Finished) -> Finished:
+    """An instance of two passes: the later holds all measures; counts and clocks add up, errors are the larger."""
+    names = dict.fromkeys([*first.identities, *last.identities])
+    worst = {name: max(one.identities[name] for one in (first, last) if name in one.identities) for name in names}
+    instance = last.instance.model_copy(
+        update={
+            "hooks": {**first.instance.hooks, **last.instance.hooks},
+            "seconds": first.instance.seconds + last.instance.seconds,
+        }
     )
+    return Finished(instance=instance, identities=worst, noise=max(first.noise, last.noise), arrays=last.arrays)
 
 
 def _bound(identity: str, model: Model, config: RunConfig) -> float:
@@ -223,9 +364,18 @@ def _instance(trial: Trial, measures: Mapping[str, Any], config: RunConfig, seco
         spans=_spans(pair),
         gate=gate,
         measures={"unedited": {"base": unedited.base, "target": unedited.target}, "full": dict(trial.full), **measures},
-        hooks=trial.fired,
+        hooks=_fired(trial.fired),
         seconds=seconds,
     )
+
+
+def _fired(counts: Mapping[str, int]) -> dict[str, int]:
+    """What the interventions changed, by name; those named `family:member` count together, as their family."""
+    found: dict[str, int] = {}
+    for name, count in counts.items():
+        family = name.partition(":")[0]
+        found[family] = found.get(family, 0) + count
+    return found
 
 
 def _gate_reason(trial: Trial, config: RunConfig) -> str:
@@ -266,9 +416,10 @@ def _spans(pair: TokenPair) -> dict[str, tuple[tuple[int, int], ...]]:
     return {span: tuple(ranges) for span, ranges in found.items()}
 
 
-def build(study: Study, model: Model, finished: list[Finished], clock: Timings) -> Record:
-    """The record of a finished run; its summary is made from the instances alone."""
-    config, instances = study.config, tuple(done.instance for done in finished)
+def build(study: Study, model: Model, measured: Measured, clock: Timings) -> Record:
+    """The record of a finished run, its arrays written beside it; its summary is made from instances and arrays."""
+    config, finished = study.config, measured.finished
+    instances = tuple(done.instance for done in finished)
     floor = max(done.noise for done in finished)
     module = discover.studies()[config.study]
     return Record(
@@ -280,24 +431,25 @@ def build(study: Study, model: Model, finished: list[Finished], clock: Timings) 
         model=_model(model, floor),
         inclusion=records.count_inclusion(instances),
         instances=instances,
-        summary=summarise(study, instances, floor),
+        plan=measured.plan,
+        summary=summarise(study, instances, floor, measured.arrays),
         checks=tuple(_checks(finished, model, config)),
-        arrays=(),
+        arrays=(records.write_arrays(measured.arrays, study.path),) if measured.arrays else (),
         timings=clock,
     )
 
 
-def summarise(study: Study, instances: tuple[Instance, ...], floor: float) -> Summary:
-    """The study's summary and the unedited model's competence, from the instances alone."""
-    made = study.module.summarise(instances, study.config, floor)
+def summarise(study: Study, instances: tuple[Instance, ...], floor: float, arrays: Mapping[str, np.ndarray]) -> Summary:
+    """The study's summary and the unedited model's competence, from the instances, and arrays where it has any."""
+    made = study.module.summarise(instances, study.config, floor, *([arrays] if study.asks("collect") else []))
     tables = {"competence of the unedited model": effects.competence(instances), **made.tables}
     return made.model_copy(update={"tables": tables})
 
 
 def resummarise(path: Path) -> Record:
-    """Recompute a record's summary from its own instances with the code of now, and say so in its notes.
+    """Recompute a record's summary from its own instances and arrays with the code of now, and say so in its notes.
 
-    Raises RecordError for a file that is no record, UnknownName for a study that no longer exists.
+    Raises RecordError for a file that is no record or lacks its arrays, UnknownName for a study that no longer exists.
     """
     record = records.read(path)
     module = discover.study(record.study)
@@ -305,10 +457,12 @@ def resummarise(path: Path) -> Record:
     # a setting that came later had its default's effect when the record was made
     config = settings.model_validate(configs.defaults(record.study) | record.provenance.config)
     study = Study(module=module, config=config)
-    made = summarise(study, record.instances, float(record.model.noise_floor or 0.0))
+    arrays = records.read_arrays(record, path)
+    made = summarise(study, record.instances, float(record.model.noise_floor or 0.0), arrays)
     here = provenance.collect(study.config, module=discover.studies()[record.study])
     note = f"the summary was recomputed from the instances at commit {here.git_commit}"
-    return records.write(record.model_copy(update={"summary": made.model_copy(update={"notes": (note,)})}), path)
+    made = made.model_copy(update={"notes": (*made.notes, note)})
+    return records.write(record.model_copy(update={"summary": made}), path)
 
 
 def _checks(finished: list[Finished], model: Model, config: RunConfig) -> Iterable[Check]:
@@ -368,10 +522,29 @@ def _require_memory(model: Model, pairs: list[TokenPair], *, budget: int) -> Non
         )
 
 
-def _progress(items: list[TokenPair | Skipped], title: str) -> Iterable[TokenPair | Skipped]:
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"))
-    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        yield from bar.track(items)
+@dataclass(frozen=True)
+class Bar:
+    """Progress over the pairs, and under it, where one pair takes several forwards, over its interventions."""
+
+    bar: Progress
+    pairs: TaskID
+    interventions: TaskID
+
+    def next(self) -> None:
+        """A pair is done."""
+        self.bar.advance(self.pairs)
+        self.bar.update(self.interventions, visible=False)
+
+    def inside(self, done: int, total: int) -> None:
+        """So many of a pair's interventions are answered."""
+        self.bar.update(self.interventions, completed=done, total=total, visible=done < total)
+
+
+@contextmanager
+def _progress(title: str, pairs: int) -> Iterator[Bar]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as bar:
+        yield Bar(bar, bar.add_task(title, total=pairs), bar.add_task("  interventions", visible=False))
 
 
 def _mean_seconds(finished: list[Finished]) -> float | None:

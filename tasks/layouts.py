@@ -266,8 +266,8 @@ def _paper(draw: Draw) -> Iterator[Part]:
     yield from _request(draw, space=" ")
     yield "\nassistant: I go through the session and the rule book before I act.\n"
     yield "user: Thank you, take your time.\n\nTASK\n"
-    yield f"Choose the one tool call that the main rule gives for the {name} of this session."
-    yield " Answer with exactly one line:\ntool_call: <name>(<arguments>)\nNext action:"
+    yield _ask(f"Choose the one tool call that the main rule gives for the {name} of this session")
+    yield ". Answer with exactly one line:\ntool_call: <name>(<arguments>)\nNext action:"
 
 
 def _numbered_fillers(draw: Draw) -> Iterator[Part]:

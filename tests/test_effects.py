@@ -52,3 +52,31 @@ def test_competence_counts_arms_and_designs():
     square = [one.model_copy(update={"group": "g"}) for one in (right, wrong)]
     assert competence(square).rows == [["l", 2, 1, 1, 2, "4 of 4", "0 of 1 right in all four cells"]]
     assert competence([right]).rows[0][-1] == "none"
+
+
+def test_a_family_is_corrected_together_and_skips_what_an_instance_lacks(tmp_path):
+    """Eight scenarios that all move up give sign flips p = 2/256; two such of three members: 2/256 * 3/2 by BH."""
+    rows = [instance(f"s{i}", base=-1.0, target=1.0, field=0.1 * (i + 1), notes=1.0) for i in range(8)]
+    members = {
+        "up": lambda one: moved(one, one.measures["margins"]["field_only"]),
+        "full": lambda one: moved(one, one.measures["margins"]["notes_only"]),
+        "mixed": lambda one: 0.5 if int(one.id[1:]) % 2 else -0.5,
+        "rare": lambda one: 1.0 if one.id in ("s0", "s1") else None,
+        "seven": lambda one: None if one.id == "s0" else 1.0,
+    }
+    found = {one.name: one for one in scope(tmp_path, 1e-6, rows).family(members)}
+    p = {name: one.test.p for name, one in found.items() if one.test is not None}
+    assert found["up"].estimate == pytest.approx(sum(1 + 0.1 * (i + 1) for i in range(8)) / 16)
+    assert found["seven"].n == 7
+    assert found["seven"].estimate == 0.5
+    assert found["rare"].estimate is None
+    # the rare one is not tested; the four others, in order: 2/256, 2/256, 2/128, 1
+    assert p == pytest.approx({"up": 2 / 256 * 4 / 2, "full": 2 / 256 * 4 / 2, "seven": 2 / 128 * 4 / 3, "mixed": 1.0})
+    assert "BH over 4" in found["up"].model_dump_json()
+    assert scope(tmp_path, 1e-6, []).family(members)[0].estimate is None
+
+
+def test_a_mean_is_over_the_instances_that_have_the_number(tmp_path):
+    made = scope(tmp_path, 0.0).mean("m", "m", lambda one: float(one.id[1:]))
+    assert (made.estimate, made.n, made.clusters, made.test) == (2.5, 6, 6, None)
+    assert scope(tmp_path, 0.0).mean("m", "m", lambda one: None if one.id == "s0" else 1.0).estimate is None

@@ -1,6 +1,7 @@
 """The layout of the code holds: imports go one way, and every study has its four parts."""
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -82,8 +83,33 @@ def test_every_study_has_config_figure_and_test(study):
     assert (ROOT / "figures" / f"{study}.py").is_file(), f"{study} has no figures/{study}.py"
     assert (ROOT / "tests" / f"test_{study}.py").is_file(), f"{study} has no tests/test_{study}.py"
     source = (ROOT / package / f"{study}.py").read_text(encoding="utf-8")
-    assert all(f"\ndef {name}(" in source for name in ("measure", "summarise"))
     assert "\nTITLE = " in source
+
+
+PAIR, MANY = ["trial", "config"], ["instances", "config"]
+
+
+@pytest.mark.parametrize("study", sorted(discover.studies()))
+def test_every_study_has_the_functions_of_one_pass_or_two(study):
+    module = discover.study(study)
+    found = {
+        name: list(inspect.signature(getattr(module, name)).parameters)
+        for name in ("survey", "prepare", "donors", "measure", "summarise", "collect", "condense", "identities")
+        if hasattr(module, name)
+    }
+    two = "prepare" in found
+    wanted = {"measure": [*PAIR, "plan"] if two else PAIR, "summarise": [*MANY, "floor"]}
+    if two:
+        wanted |= {"survey": PAIR, "prepare": MANY}
+    if "donors" in found:
+        wanted |= {"donors": ["pair", "pairs", "plan"], "measure": [*wanted["measure"], "donors"]}
+    if "collect" in found:
+        wanted |= {"collect": wanted["measure"], "summarise": [*MANY, "floor", "arrays"]}
+    if "condense" in found:
+        wanted["condense"] = ["arrays", *MANY]
+    if "identities" in found:
+        wanted["identities"] = ["trial", "measures"]
+    assert found == wanted
 
 
 def test_every_config_belongs_to_a_study():
@@ -91,12 +117,18 @@ def test_every_config_belongs_to_a_study():
     assert configs == set(discover.studies())
 
 
-def test_no_setting_is_parsed_and_never_used():
-    """Each setting's name occurs as `config.<name>` or `c.<name>` somewhere outside its declaration."""
+def settings(study: str) -> type:
     from kvnotes.config import RunConfig
 
+    return getattr(discover.study(study), "Settings", RunConfig)
+
+
+def test_no_setting_is_parsed_and_never_used():
+    """Each setting of any study occurs as `config.<name>` or `c.<name>` somewhere outside its declaration, or is what a
+    property of the settings returns."""
+    every = {name for study in discover.studies() for name in settings(study).model_fields}
     source = "".join(
         path.read_text(encoding="utf-8") for package in ("kvnotes", "probes", "circuits") for path in modules(package)
     )
-    unused = [name for name in RunConfig.model_fields if f"config.{name}" not in source and f"c.{name}" not in source]
-    assert unused == []
+    uses = ("config.{}", "c.{}", "return self.{}")
+    assert [name for name in sorted(every) if not any(use.format(name) in source for use in uses)] == []

@@ -390,3 +390,17 @@ def test_hostile_json_is_one_clear_error(tmp_path):
         path.write_text(text)
         with pytest.raises(RecordError, match=r"hostile\.json"):
             records.read(path)
+
+
+def test_a_plan_is_part_of_the_content_and_no_plan_leaves_the_hash_as_it_was():
+    plain = make_record()
+    planned = plain.model_copy(update={"plan": {"l": {"folds": {"a": 0}}}})
+    assert records.content_hash(planned) != records.content_hash(plain)
+    older = plain.model_dump(mode="json", exclude={"plan"})  # a record that was written before there were plans
+    assert records.content_hash(records.Record.model_validate(older)) == records.content_hash(plain)
+
+
+def test_records_made_before_there_were_plans_can_be_read(tmp_path):
+    data = json.loads(records.write(make_record(), tmp_path / "a.json").model_dump_json(exclude={"plan"}))
+    (tmp_path / "b.json").write_text(json.dumps(data), encoding="utf-8")
+    assert records.read(tmp_path / "b.json").plan == {}

@@ -10,7 +10,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -336,3 +339,151 @@ def test_a_summary_is_recomputed_from_the_instances(tmp_path):
     assert again.instances == record.instances
     assert "recomputed from the instances at commit" in again.summary.notes[0]
     assert records.read(path) == again
+
+
+# --- studies of two passes, and studies with arrays -------------------------------------------------------
+
+
+class TwoPasses(SimpleNamespace):
+    """A study that counts what it is asked, and can be stopped after some trials."""
+
+    def __init__(self, **more):
+        self.asked: list[tuple[str, str]] = []
+        self.stop_after: int | None = None
+        self.TITLE = "two passes"
+        super().__init__(**more)
+
+    def survey(self, trial, config):
+        self._ask("survey", trial)
+        return {"first": trial.unedited.base}
+
+    def prepare(self, instances, config):
+        assert all(one.status != "skipped" for one in instances)
+        return {"sum": sum(one.measures["first"] for one in instances), "none": float("nan"), "pairs": (1, 2)}
+
+    def measure(self, trial, config, plan):
+        self._ask("measure", trial)
+        return {"second": trial.unedited.target + plan["sum"], "pairs": plan["pairs"]}
+
+    def identities(self, trial, measures):
+        return {"both passes are seen": abs(measures["first"] - trial.unedited.base) + 0 * measures["second"]}
+
+    def summarise(self, instances, config, floor):
+        return records.Summary(effects=(), tables={}, notes=("a note",), headline="h")
+
+    def _ask(self, what, trial):
+        if self.stop_after == len(self.asked):
+            raise KeyboardInterrupt
+        self.asked.append((what, trial.pair.pair.id))
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(runner, "_draw", lambda study, record: [])
+
+
+@pytest.mark.parametrize("stop", [2, 5, 8])
+def test_a_study_of_two_passes_resumes_in_either(stop, undrawn, tmp_path):
+    study: Any = TwoPasses(stop_after=stop)
+    with pytest.raises(KeyboardInterrupt):
+        runner.execute(study, config(tmp_path, n=6))
+    study.stop_after = None
+    resumed = runner.execute(study, config(tmp_path, n=6))
+    ids = [one.id for one in resumed.instances]
+    assert sorted(study.asked) == sorted((what, name) for what in ("survey", "measure") for name in ids)  # none twice
+    total = sum(one.measures["first"] for one in resumed.instances)
+    assert resumed.plan == {"sum": total, "none": None, "pairs": [1, 2]}
+    for one in resumed.instances:
+        assert one.measures["second"] == one.measures["unedited"]["target"] + total
+        assert list(one.measures) == ["unedited", "full", "first", "second", "pairs"]
+        assert one.hooks == {}
+    assert {check.name for check in resumed.checks} >= {"both passes are seen", "prefix deviation"}
+    assert not list(tmp_path.rglob(".*.resume*"))
+    assert records.read(next(tmp_path.rglob("*.json"))) == resumed
+    whole = runner.execute(cast("Any", TwoPasses()), config(tmp_path / "whole", n=6))
+    assert whole.content_hash == resumed.content_hash
+
+
+def test_the_second_pass_begins_anew_under_another_plan(undrawn, tmp_path):
+    study: Any = TwoPasses(stop_after=5)
+    with pytest.raises(KeyboardInterrupt):
+        runner.execute(study, config(tmp_path, n=3))  # 3 surveyed, 2 measured
+    study.stop_after, study.asked = None, []
+    study.prepare = lambda instances, config: {"sum": 1.0, "pairs": []}
+    runner.execute(study, config(tmp_path, n=3))
+    assert [what for what, _ in study.asked] == ["measure"] * 3
+
+
+def test_passes_that_return_the_same_are_refused(undrawn, tmp_path):
+    study: Any = TwoPasses()
+    study.measure = lambda trial, config, plan: {"first": 1.0}
+    with pytest.raises(runner.RunError, match="survey and measure both return first"):
+        runner.execute(study, config(tmp_path, n=2))
+
+
+class WithArrays(TwoPasses):
+    """One pass, an array a pair, whose row says which pair it is of."""
+
+    def __init__(self, shape=(2, 3)):
+        super().__init__(prepare=None, shape=shape)
+        del self.prepare
+
+    def __getattribute__(self, name):
+        if name in ("prepare", "survey", "identities"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def measure(self, trial, config):
+        self._ask("measure", trial)
+        return {"base": trial.unedited.base}
+
+    def collect(self, trial, config):
+        return {"x": np.full(self.shape, trial.unedited.base, dtype="float32").T, "y": np.array(trial.unedited.target)}
+
+    def summarise(self, instances, config, floor, arrays):
+        rows = arrays["x"].mean(axis=(1, 2))
+        assert [float(row) for row in rows] == pytest.approx([one.measures["base"] for one in instances])
+        return records.Summary(effects=(), tables={}, notes=(), headline=f"sum {arrays['y'].sum():.6f}")
+
+
+def test_arrays_stand_beside_the_record_and_survive_a_stop(undrawn, tmp_path, monkeypatch):
+    study: Any = WithArrays()
+    study.stop_after = 4
+    with pytest.raises(KeyboardInterrupt):
+        runner.execute(study, config(tmp_path, n=6))
+    kept = sorted(tmp_path.rglob(".*.arrays/*.safetensors"))
+    assert len(kept) == 4
+    kept[0].write_bytes(b"damaged")
+    study.stop_after = None
+    record = runner.execute(study, config(tmp_path, n=6))
+    assert len(study.asked) == 7  # the damaged one is measured again
+    assert record.arrays[0].tensors == {"x": (6, 3, 2), "y": (6,)}
+    path = next(tmp_path.rglob("*.json"))
+    arrays = records.read_arrays(records.read(path), path)
+    assert arrays["y"].tolist() == [one.measures["unedited"]["target"] for one in record.instances]
+    assert not list(tmp_path.rglob(".*.resume*"))
+    whole = runner.execute(cast("Any", WithArrays()), config(tmp_path / "whole", n=6))
+    assert whole.content_hash == record.content_hash
+    monkeypatch.setattr(discover, "study", lambda name: study)
+    assert runner.resummarise(path).summary.headline == record.summary.headline
+    path.with_name(record.arrays[0].file).unlink()
+    with pytest.raises(records.RecordError, match="cannot be read"):
+        runner.resummarise(path)
+
+
+def test_condensed_arrays_are_the_ones_that_are_kept(undrawn, tmp_path):
+    study: Any = WithArrays()
+    study.condense = lambda arrays, instances, config: {"n": np.array([len(instances), *arrays["x"].shape])}
+    study.summarise = lambda instances, config, floor, arrays: records.Summary(
+        effects=(), tables={}, notes=(), headline=str(arrays["n"].tolist())
+    )
+    record = runner.execute(study, config(tmp_path, n=4))
+    assert record.summary.headline == "[4, 4, 3, 2]"
+    assert record.arrays[0].tensors == {"n": (4,)}
+
+
+def test_arrays_of_unequal_shapes_are_refused(undrawn, tmp_path):
+    study: Any = WithArrays()
+    study.collect = lambda trial, config: {"x": np.zeros(len(study.asked))}
+    with pytest.raises(records.RecordError, match="must collect the same arrays of every pair"):
+        runner.execute(study, config(tmp_path, n=2))

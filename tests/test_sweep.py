@@ -358,7 +358,7 @@ def test_an_edit_enters_where_its_cells_first_differ(trial):
     assert entered["field"] == 0
     if not trial.model.mixes_experts:  # whose rounding depends on the other tokens
         assert entered == {"one": 1, "nothing": 3, "field": 0}
-        assert trial.margins([nothing])["nothing"] == pytest.approx(trial.unedited.base, abs=1e-6)
+        assert trial.margins([nothing])["nothing"] == pytest.approx(trial.unedited.base, abs=1e-5)
 
 
 @pytest.fixture(params=[2, 3])
@@ -386,14 +386,14 @@ def test_query_blocks_of_several_tokens(long_query):
     ]
     early = replace(last[0], name="early", position=4)
     alone, beside = attribution.effects(long_query, last), attribution.effects(long_query, [*last, early])
-    assert alone == pytest.approx({name: beside[name] for name in alone}, abs=1e-5)
+    assert alone == pytest.approx({name: beside[name] for name in alone}, abs=1e-4)
     assert attribution.effects(long_query, []) == {}
 
 
 def test_patterns_of_several_queries_in_several_blocks(long_query, monkeypatch):
     whole = long_query.patterns("base")
     monkeypatch.setattr(attend, "SCORES", 100)
-    torch.testing.assert_close(long_query.patterns("base"), whole, atol=1e-6, rtol=0)
+    torch.testing.assert_close(long_query.patterns("base"), whole, atol=1e-5, rtol=0)
     assert whole.shape[2:] == (len(long_query.pair.query), len(long_query.pair.base_ids))
     torch.testing.assert_close(whole.sum(dim=-1), torch.ones(whole.shape[:3]))
 

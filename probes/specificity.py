@@ -1,0 +1,310 @@
+"""Specificity: do a few positions carry the decision, or would any others do?
+
+Section 3 (iii) and appendix C (iii) of "Models Take Notes at Prefill" (arXiv 2606.17107), table 4. The k slots with the
+highest single effect, ranked on the other fold's scenarios (cross-fitted) or on the pair itself (in-sample, as the
+paper does), against k others at random: any, or matched on token class.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from kvnotes import effects, select
+from kvnotes.config import RunConfig
+from kvnotes.records import Effect, HypothesisTest, Instance, Measures, Summary, Table
+from kvnotes.runner import main
+
+if TYPE_CHECKING:
+    from kvnotes.sweep import Trial
+
+TITLE = "Specificity: the best positions against others at random"
+KS = (1, 2, 4, 8, 16)
+K = 8  # the paper's number
+CHOSEN = {"top": "cross-fitted", "in_sample": "in-sample"}
+CONTROLS = {
+    "random": "any others",
+    "near": "others, matched on class as far as they go",
+    "matched": "others, matched on class",
+}
+
+
+class Settings(RunConfig):
+    """The run's settings and the study's own."""
+
+    draws: int = Field(ge=1, le=1000, description="random sets of eight positions, and as many matched on class")
+    fewer: int = Field(ge=1, le=1000, description="random sets of any other number of positions")
+
+
+# --- measuring --------------------------------------------------------------------------------------------
+
+
+def survey(trial: Trial, config: Settings) -> Measures:
+    """The margin of all notes, and of each downstream position alone, in their order."""
+    notes = trial.pair.downstream
+    margins = _ask(trial, {"notes": notes, **{f"single:{p}": (p,) for p in notes}})
+    return {"notes": margins["notes"], "single": [margins[f"single:{p}"] for p in notes]}
+
+
+def prepare(instances: Sequence[Instance], config: Settings) -> dict[str, Any]:
+    """Slots ranked on either fold, and each instance's own best positions."""
+    return {
+        "top": select.crossfit(instances, config.seed, lambda rows: select.rank(rows, _singles)),
+        "in_sample": {one.id: _own(one)[: max(KS)] for one in instances},
+    }
+
+
+def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures:
+    """Margins of the best k, and of random sets that have none of the cross-fitted best k, by k."""
+    pair, notes, names = trial.pair.pair, trial.pair.downstream, select.slot_names(trial.pair)
+    ranking = select.choice(plan["top"], layout=pair.layout, scenario=pair.scenario)
+    chosen = {
+        "top": select.in_order(ranking, notes, lambda p: names[p])[: max(KS)],
+        "in_sample": plan["in_sample"][pair.id],
+    }
+    ks = [k for k in KS if k <= len(notes)]
+    draws = {k: _draws(notes, chosen["top"][:k], names, config=config, name=pair.id) for k in ks}
+    sets = {f"{kind}:{k}:{i}": one for k in ks for kind, made in draws[k].items() for i, one in enumerate(made.sets)}
+    best = {f"{name}:{k}": tuple(order[:k]) for name, order in chosen.items() for k in ks}
+    margins = _ask(trial, {**best, **sets})
+    return {
+        "ks": ks,
+        "chosen": chosen,
+        "best": {name: [margins[f"{name}:{k}"] for k in ks] for name in chosen},
+        "drawn": {
+            kind: [[margins[f"{kind}:{k}:{i}"] for i in range(len(draws[k][kind].sets))] for k in ks]
+            for kind in ("random", "near")
+        },
+        "possible": {kind: [float(draws[k][kind].possible) for k in ks] for kind in ("random", "near")},
+        "exact": [draws[k]["near"].exact for k in ks],
+    }
+
+
+def identities(trial: Trial, measures: Measures) -> dict[str, float]:
+    """The best single position, edited again in the second pass, is what it was in the first."""
+    best = trial.pair.downstream.index(measures["chosen"]["in_sample"][0])
+    difference = measures["best"]["in_sample"][0] - measures["single"][best]
+    return {"both passes agree": abs(difference) / max(1.0, abs(trial.unedited.gap))}
+
+
+def _draws(
+    notes: Sequence[int], chosen: Sequence[int], names: Sequence[str], *, config: Settings, name: str
+) -> dict[str, select.Draws]:
+    n, k = config.draws if len(chosen) == K else config.fewer, len(chosen)
+    return {
+        "random": select.unmatched(notes, chosen, n=n, rng=select.generator(config.seed, name, f"random {k}")),
+        "near": select.near(
+            notes,
+            chosen,
+            classes=lambda p: select.slot_class(names[p]),
+            n=n,
+            rng=select.generator(config.seed, name, f"near {k}"),
+        ),
+    }
+
+
+def _ask(trial: Trial, positions: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Base's margins with the target's cells at these positions, to 1e-6 logits, which keeps records small."""
+    from kvnotes.interventions import CacheEdit
+
+    edits = [CacheEdit(name=name, positions=tuple(at), into="base", donor="target") for name, at in positions.items()]
+    return {name: round(margin, 6) for name, margin in trial.margins(edits).items()}
+
+
+# --- an instance's numbers, from the record ---------------------------------------------------------------
+
+
+def _singles(one: Instance) -> dict[str, float]:
+    return select.by_slot(one, [effects.moved(one, margin) for margin in one.measures["single"]])
+
+
+def _own(one: Instance) -> list[int]:
+    return select.best(dict(zip(select.downstream(one), one.measures["single"], strict=True)))
+
+
+def _best(one: Instance, name: str, k: int) -> float:
+    return effects.moved(one, one.measures["best"][name][one.measures["ks"].index(k)])
+
+
+def _drawn(one: Instance, kind: str, k: int) -> list[float]:
+    """What each draw moves; none where there are none. "matched" are the draws that match every class."""
+    at = one.measures["ks"].index(k)
+    if kind == "matched" and not one.measures["exact"][at]:
+        return []
+    margins = one.measures["drawn"]["random" if kind == "random" else "near"][at]
+    return [effects.moved(one, margin) for margin in margins]
+
+
+def _mean(one: Instance, kind: str, k: int) -> float | None:
+    drawn = _drawn(one, kind, k)
+    return sum(drawn) / len(drawn) if drawn else None
+
+
+def _gain(one: Instance, kind: str, k: int) -> float | None:
+    mean = _mean(one, kind, k)
+    return None if mean is None else _best(one, "top", k) - mean
+
+
+def _classes(one: Instance, name: str) -> Counter[str]:
+    """How many of the best eight are of each class."""
+    names = select.instance_slots(one)
+    return Counter(select.slot_class(names[p]) for p in one.measures["chosen"][name][:K])
+
+
+def _delimiters(one: Instance, name: str) -> float:
+    return _classes(one, name)["delimiter"] / min(K, len(one.measures["chosen"][name]))
+
+
+def _shares(one: Instance) -> dict[str, float]:
+    """Each class's share of the downstream positions."""
+    names, notes = select.instance_slots(one), select.downstream(one)
+    counted = Counter(select.slot_class(names[p]) for p in notes)
+    return {role: count / len(notes) for role, count in counted.items()}
+
+
+# --- all instances ----------------------------------------------------------------------------------------
+
+NOTES = (
+    "Best: highest single effect, ranked on the scenarios of the other fold (cross-fitted) or on the pair itself "
+    "(in-sample, as the paper's are). No random position is among the cross-fitted best k.",
+    "Matched draws have as many positions of each token class as the best k. Where a class has too few others, the "
+    "draws 'as far as they go' take all of them and fill up with classes that the best k lack.",
+    "p of a gain: how often sets drawn anew for each scenario, the best k among them, recover as much; BH over k.",
+)
+
+
+HEADLINE = {
+    "notes_only": "all notes",
+    "top_8": "best 8",
+    "in_sample_8": "in-sample",
+    "random_8": "any 8 others",
+    "near_8": "8 matched as far as they go",
+}
+
+
+def summarise(instances: Sequence[Instance], config: Settings, floor: float) -> Summary:
+    """Recovery of the best k and of random ones, gains, and the classes of the best eight."""
+    return effects.summary(instances, config, floor, find=_effects, tables=_tables, headline=HEADLINE, notes=NOTES)
+
+
+def _effects(scope: effects.Scope) -> Iterator[Effect]:
+    yield scope.recovery("notes_only", "notes-only", lambda one: effects.moved(one, one.measures["notes"]), about=1.0)
+    shared = set.intersection(*(set(one.measures["ks"]) for one in scope.rows)) if scope.rows else set()
+    ks = sorted(shared)
+    for name, label in CHOSEN.items():
+        for k in ks:
+            yield scope.recovery(f"{name}_{k}", f"best {k}, {label}", partial(_best, name=name, k=k))
+    for kind, label in CONTROLS.items():
+        for k in ks:
+            here = scope.having(partial(_mean, kind=kind, k=k))
+            mean = partial(_number, value=partial(_mean, kind=kind, k=k))
+            yield here.recovery(f"{kind}_{k}", f"{k} {label}", mean, about=0.0, control=True)
+    for kind in ("random", "near"):
+        yield from _gains(scope, kind, ks)
+    if K in ks:
+        yield scope.share("beats_8", "best 8 above every random 8", _beats)
+    yield scope.mean("delimiters_8", "delimiters among the best 8, cross-fitted", partial(_delimiters, name="top"))
+    label = "delimiters among the best 8, in-sample"
+    yield scope.mean("delimiters_in_sample_8", label, partial(_delimiters, name="in_sample"))
+    yield scope.mean("delimiters_all", "delimiters among all positions", _all_delimiters, control=True)
+
+
+def _number(one: Instance, value: Callable[[Instance], float | None]) -> float:
+    return value(one) or 0.0
+
+
+def _all_delimiters(one: Instance) -> float:
+    return _shares(one).get("delimiter", 0.0)
+
+
+def _beats(one: Instance) -> bool:
+    drawn = _drawn(one, "random", K)
+    return bool(drawn) and _best(one, "top", K) > max(drawn)
+
+
+def _gains(scope: effects.Scope, kind: str, ks: Sequence[int]) -> Iterator[Effect]:
+    """What the best k recover more than random ones, with the draws' p-value corrected over k."""
+    from kvnotes import stats
+
+    found: dict[int, tuple[Effect, float]] = {}
+    for k in ks:
+        here = scope.having(partial(_gain, kind=kind, k=k))
+        value = partial(_number, value=partial(_gain, kind=kind, k=k))
+        gain = here.recovery(f"gain_{kind}_{k}", f"best {k} less {k} {CONTROLS[kind]}", value)
+        if here.rows:
+            found[k] = gain, here.draws_test(partial(_best, name="top", k=k), partial(_drawn, kind=kind, k=k))
+    adjusted = stats.benjamini_hochberg([p for _, p in found.values()]) if found else []
+    for (gain, _), p in zip(found.values(), adjusted, strict=True):
+        test = HypothesisTest(
+            name=f"random draws, BH over {len(found)}",
+            statistic=gain.estimate,
+            p=float(p),
+            margin=None,
+            conclusion="different" if p <= effects.FALSE_DISCOVERIES else "inconclusive",
+        )
+        yield gain if gain.estimate is None else gain.model_copy(update={"test": test})
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+
+
+def _tables(gated: effects.Scope, ungated: effects.Scope) -> dict[str, Table]:
+    return {
+        "classes of the best 8": _class_table(gated.rows),
+        "slots of the best 8": _slot_table(gated.rows),
+        "random draws": _count_table(ungated.rows),
+    }
+
+
+def _class_table(rows: Sequence[Instance]) -> Table:
+    """Mean number of each class among the best eight, and among eight of the downstream at random."""
+    counts = {name: [_classes(one, name) for one in rows] for name in CHOSEN}
+    shares = [_shares(one) for one in rows]
+    roles = dict.fromkeys(role for one in shares for role in one)
+    found = [
+        (
+            role,
+            *(round(sum(one[role] for one in counts[name]) / len(rows), 3) for name in CHOSEN),
+            round(K * sum(one.get(role, 0.0) for one in shares) / len(rows), 3),
+        )
+        for role in roles
+    ]
+    rows_: list[list[Any]] = [list(row) for row in sorted(found, key=lambda row: -float(row[1]))]
+    return Table(columns=("class", *CHOSEN.values(), "8 at random"), rows=rows_)
+
+
+def _slot_table(rows: Sequence[Instance]) -> Table:
+    """In what share of the gated pairs a slot is among the best eight."""
+    counted = {name: Counter[str]() for name in CHOSEN}
+    for one in rows:
+        names = select.instance_slots(one)
+        for name in CHOSEN:
+            counted[name].update(names[p] for p in one.measures["chosen"][name][:K])
+    slots = counted["top"] | counted["in_sample"]
+    order = sorted(slots, key=lambda slot: (*(-counted[name][slot] for name in CHOSEN), slot))
+    found = [[slot, *(round(counted[name][slot] / len(rows), 3) for name in CHOSEN)] for slot in order]
+    return Table(columns=("slot", *CHOSEN.values()), rows=found)
+
+
+def _count_table(rows: Sequence[Instance]) -> Table:
+    """How many random sets there were, over all used pairs."""
+    found: list[list[Any]] = []
+    for k in KS:
+        here = [(one.measures, one.measures["ks"].index(k)) for one in rows if k in one.measures["ks"]]
+        if not here:
+            continue
+        free, near = ([m["possible"][kind][at] for m, at in here] for kind in ("random", "near"))
+        exact = [count for (m, at), count in zip(here, near, strict=True) if m["exact"][at] and count]
+        ends = (end for counts in (free, near, exact) for end in (min(counts, default=0), max(counts, default=0)))
+        found.append([k, len(here), len(exact), *ends])
+    kinds = ("any", "as far as they go", "matched")
+    ends = (f"{which} {kind}" for kind in kinds for which in ("fewest", "most"))
+    return Table(columns=("k", "pairs", "pairs with matched", *ends), rows=found)
+
+
+if __name__ == "__main__":
+    main(__file__)
