@@ -23,6 +23,9 @@ DECODE_COST = 8  # one token's decode waits for the weights: about as long as th
 TOOL_ERRORS = (AssertionError, LookupError, AttributeError, ImportError, RuntimeError, TypeError, ValueError)
 
 
+WATCHED = 4  # of a sweep that is timed once, every fourth intervention is run again to see its memory
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bench:
     """A loaded model and what is timed on it. `tick` takes the FLOPs that were done, for the progress bar."""
@@ -99,18 +102,19 @@ def run(bench: Bench, job: Job) -> tuple[Result, dict[str, float]]:
     """Ours and each peer in turns, so that a machine that changes its speed does so for all; and our margins."""
     setup = Setup(trial=workloads.fresh(job.chosen.trial), plain=bench.plain)
     rivals = [_rival(bench, job, peer, setup) for peer in PEERS if peer.workload == job.workload.name]
-    ours, captures, memory, margins = [], [], [], {}
+    ours, captures, margins = [], [], {}
+    trial = workloads.fresh(job.chosen.trial)
     for number in range(bench.plan.rounds[job.workload.name, job.length]):
         trial = workloads.fresh(job.chosen.trial, _ticker(bench, job.workload.flops))
         captures.append(timed(lambda trial=trial: workloads.capture(trial, job.workload), bench.device)[0])
-        with MemoryWatch(bench.device) as watch:
-            seconds, margins = timed(lambda trial=trial: trial.margins(job.workload.interventions), bench.device)
+        seconds, margins = timed(lambda trial=trial: trial.margins(job.workload.interventions), bench.device)
         ours.append(seconds)
-        memory.append(watch.peak)
         for rival in rivals if number < bench.plan.peer_rounds else ():
             rival.attempt(lambda rival=rival: rival.run(bench.device))
             bench.tick(_rival_cost(bench, job, rival))
-    known = [held for held in memory if held is not None]
+    # on its own, since watching costs time; a part of a long sweep fills its forwards as the whole does
+    with MemoryWatch(bench.device) as watch:
+        trial.margins(job.workload.interventions[:: 1 if len(ours) > 1 else WATCHED])
     result = Result(
         workload=job.workload.name,
         what=job.workload.what,
@@ -121,7 +125,7 @@ def run(bench: Bench, job: Job) -> tuple[Result, dict[str, float]]:
         capture=Timing(repeats=tuple(captures)),
         traces=job.traces,
         flops=job.workload.flops,
-        memory=max(known) if known else None,
+        memory=watch.peak,
         peers=tuple(_peer_result(job, rival, margins) for rival in rivals),
     )
     return result, margins
