@@ -86,4 +86,4 @@ def _finish(figure: Figure, record: Record, *, heading: str, paper: bool = True)
             "about the other field.",
             f"Open markers: {style.published()['source']}; other models, approximate values, no interval given.",
         ]
-    style.add_footer(figure, handles=forest.handles(recovery_rows()) if paper else [], columns=7, lines=lines)
+    style.add_footer(figure, handles=forest.handles(recovery_rows()) if paper else [], columns=4, lines=lines)
