@@ -137,7 +137,7 @@ def panel_inside(ax: Axes, names: Sequence[str], found: Mapping[tuple[str, bool]
     ax.set_ylim(-0.03, 1.06)
     ax.spines["left"].set_visible(True)
     ax.set_ylabel("accuracy within scenarios")
-    ax.set_title("within a scenario, at the same layers")
+    ax.set_title("within a scenario, at the layer that the other fold chose")
 
 
 # --- marks and data -----------------------------------------------------------------------------------------

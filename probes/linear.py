@@ -40,7 +40,8 @@ NOTES = (
     "AUC and accuracy: L2 logistic probes, two-fold cross-fit over scenarios; intervals take the probes as given",
     "tests: the same design with a ridge probe, which can be fitted anew for every permutation; labels change places "
     "in whole scenarios, so that field and conclusion stay independent",
-    "a class's own numbers are at the layer that the other fold's inner log-loss chose; within scenarios, ridge probes",
+    "a class's own numbers are at the layer that the other fold chose: by inner log-loss, and within scenarios, where "
+    "the probes are ridge probes, by accuracy; the controls there are at the field's layer",
 )
 
 
@@ -230,23 +231,26 @@ def _effects(scope: Scope, fits: tuple[Fits, Fits], label: str, name: str) -> li
 def _inside_effects(
     scope: Scope, fits: Fits, groups: Mapping[str, Mapping[str, np.ndarray]], name: str
 ) -> list[Effect]:
-    """Accuracies within scenarios at the layers where the class's conclusion is tested, and the field's selectivity."""
+    """Accuracies within scenarios, each fold at the layer that is best for the task in the other one (the controls at
+    the field's), and the field's selectivity."""
     words, values = name.replace("_", " "), {task: {} for task in TASKS}
-    if name in fits.trained:
-        layers = probing.chosen_layers(fits.trained[name])
-        fold = dict(zip(fits.prompts.scenarios, fits.prompts.folds, strict=True))
-        for task, own in values.items():
-            known = [one for one in fits.rows if one.group in groups]
-            own |= {one.id: float(groups[one.group][task][layers[fold[one.scenario]]]) for one in known}
+    known = [one for one in fits.rows if one.group in groups]
+    fold = dict(zip(fits.prompts.scenarios, fits.prompts.folds.tolist(), strict=True))
+    for task, own in values.items():
+        ruler = "field" if task in CONTROLS else task
+        for tested in (0, 1):
+            others = {one.group: groups[one.group][ruler] for one in known if fold[one.scenario] != tested}
+            if others:
+                layer = max(range(len(_mean([*others.values()]))), key=_mean([*others.values()]).__getitem__)
+                here = [one for one in known if fold[one.scenario] == tested]
+                own |= {one.id: float(groups[one.group][task][layer]) for one in here}
     gain = {key: value - values["control"][key] for key, value in values["field"].items()}
     found = [
         probing.bounded(scope, f"{task}_{name}", f"within: {label}, {words}", values[task], control=task in CONTROLS)
         for task, label in TASKS.items()
     ]
-    return [
-        *found,
-        scope.mean(f"selectivity_{name}", f"within: field minus control, {words}", lambda one: gain.get(one.id)),
-    ]
+    label = f"within: field minus control, {words}"
+    return [*found, scope.mean(f"selectivity_{name}", label, lambda one: gain.get(one.id))]
 
 
 def _tables(scope: Scope, fits: Mapping[str, tuple[Fits, Fits]], inside: Inside) -> dict[str, Table]:
