@@ -19,7 +19,7 @@ from torch import Tensor
 from kvnotes import hooks, memory, readout
 from kvnotes.cache import KVState
 from kvnotes.instance import TokenPair
-from kvnotes.interventions import ActivationPatch, CacheEdit
+from kvnotes.interventions import ActivationPatch, CacheEdit, columns
 from kvnotes.sweep import Trial
 
 BATCH = 64
@@ -216,7 +216,7 @@ def _nnsight(setup: Setup) -> Ask:
 
     @torch.no_grad()
     def ask(patches: Sequence[ActivationPatch]) -> dict[str, float]:
-        parts = [_part_of_head(one, width) for one in patches]
+        parts = [columns(one.head, width) for one in patches]
         return {
             one.name: _margin(one_patch(one.layer, part)[0, -1], pair) for one, part in zip(patches, parts, strict=True)
         }
@@ -240,7 +240,7 @@ def _pyvene(setup: Setup) -> Ask:
                 {"input_ids": setup.base, "logits_to_keep": 1},
                 unit_locations={"base": [[[[one.head]], [[one.position]]]]},
                 source_representations={
-                    next(iter(wrapped.interventions)): donor[one.layer][None, :, _part_of_head(one, width)]
+                    next(iter(wrapped.interventions)): donor[one.layer][None, :, columns(one.head, width)]
                 },
             )
             found[one.name] = _margin(out.logits[0, -1], pair)
@@ -313,11 +313,6 @@ def _put_head(donor: Any, one: ActivationPatch) -> Callable[..., Tensor]:
         return z
 
     return hook
-
-
-def _part_of_head(one: ActivationPatch, width: int) -> slice:
-    head = one.head or 0
-    return slice(head * width, (head + 1) * width)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from kvnotes import readout
 from kvnotes.cache import CacheError
 from kvnotes.forward import differentiable
 from kvnotes.interventions import ActivationPatch, Point, State
-from kvnotes.points import visited
+from kvnotes.points import tree_of, visited
 
 if TYPE_CHECKING:
     from kvnotes.sweep import Trial
@@ -62,8 +62,6 @@ def gradients(
 ) -> dict[Point, Float[Tensor, "layer pos width"]]:
     """The gradient of an unedited run's margin with respect to its activations from position `start` on."""
     model, ids = trial.model, trial.pair.ids(run)
-    if model.twin is None:
-        raise CacheError(f"{model.name}'s layers are not of the kind that captures know")
     seen: dict[tuple[Point, int], Tensor] = {}
 
     def keep(point: Point, layer: int, tensor: Tensor) -> Tensor:
@@ -73,7 +71,7 @@ def gradients(
         seen[point, layer] = tensor
         return tensor
 
-    with torch.enable_grad(), visited(model.twin, keep, {"resid_pre", *points}):
+    with torch.enable_grad(), visited(tree_of(model), keep, {"resid_pre", *points}):
         out = differentiable(
             model,
             torch.tensor([ids[start:]]),

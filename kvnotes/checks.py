@@ -17,6 +17,7 @@ from kvnotes.interventions import (
     Recompute,
     parts,
     run_of,
+    width_of,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ def queries(block: AttentionBlock, pair: TokenPair) -> tuple[int, ...]:
     return pair.query if block.queries is None else block.queries
 
 
+def recomputed(one: Intervention, pair: TokenPair) -> dict[int, int]:
+    """The positions that selective recompute computes anew, each with the token that it is computed as."""
+    anew = [part for part in parts(one) if isinstance(part, Recompute)]
+    return {p: pair.ids(part.tokens)[p] for part in anew for p in part.positions}
+
+
 def _count(part: Part, trial: Trial) -> int:
     sizes = trial.model.shape
     if isinstance(part, CacheEdit):
@@ -94,12 +101,11 @@ def _check_patch(patch: ActivationPatch, trial: Trial) -> None:
     sizes = trial.model.shape
     _check_axis(patch.name, "position", [patch.position], stop=len(trial.pair.base_ids))
     _check_axis(patch.name, "layer", [patch.layer], stop=sizes["layers"])
-    width = sizes["d_model"]
     if patch.point == "z":
-        width = sizes["d_head"] * (sizes["heads"] if patch.head is None else 1)
         _check_axis(patch.name, "query head", [] if patch.head is None else [patch.head], stop=sizes["heads"])
     elif patch.head is not None:
         raise CacheError(f"{patch.name}: only z has heads, {patch.point} has none")
+    width = width_of(patch.point, patch.head, sizes)
     if not isinstance(patch.donor, str | None) and tuple(patch.donor.shape) != (width,):
         raise CacheError(f"{patch.name}: its donor must be {width} numbers, it is {tuple(patch.donor.shape)}")
 
@@ -126,7 +132,7 @@ def _check_edits(one: Intervention, pair: TokenPair) -> None:
     for a, b in combinations(edits, 2):
         if a.cells.meet(b.cells):
             raise CacheError(f"{one.name}: {a.name} and {b.name} edit the same cell")
-    anew = {p for part in parts(one) if isinstance(part, Recompute) for p in part.positions}
+    anew = recomputed(one, pair)
     lost = [p for edit in edits for p in edit.positions if p >= first(one, pair) or p in anew]
     if lost:
         raise CacheError(f"{one.name}: cells {sorted(lost)} are computed anew after their edit, which would be lost")

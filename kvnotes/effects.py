@@ -7,7 +7,7 @@ sum(margin - margin_base) / sum(margin_target - margin_base).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,7 +156,7 @@ class Scope:
             found = replace(exact, n=len(rows), method=f"{exact.method} over scenarios")
         else:
             found = stats.interval(hits, _scenarios(rows), level=c.level, resamples=c.resamples, seed=c.seed)
-        within = replace(found, low=_clip(found.low), high=_clip(found.high))  # t knows no bounds, a share has them
+        within = replace(found, low=clip(found.low), high=clip(found.high))  # t knows no bounds, a share has them
         return self._effect(name, label, within, mean_of_ratios=None, unresolved=False, test=None)
 
     def _too_few(self) -> str | None:
@@ -228,6 +228,13 @@ class Scope:
         return self._effect(name, label, nothing, control=control, **more)
 
 
+def scopes(instances: Sequence[Instance], config: RunConfig, floor: float) -> Iterator[Scope]:
+    """What a summary goes over: each layout, the pairs that passed its gate and then all used ones."""
+    for layout in layouts(instances):
+        for gated in (True, False):
+            yield Scope(instances=instances, layout=layout, gated=gated, config=config, floor=floor)
+
+
 def summary(
     instances: Sequence[Instance],
     config: RunConfig,
@@ -244,13 +251,10 @@ def summary(
     found: list[Effect] = []
     made: dict[str, Table] = {}
     named = layouts(instances)
-    for layout in named:
-        gated, ungated = (
-            Scope(instances=instances, layout=layout, gated=passed, config=config, floor=floor)
-            for passed in (True, False)
-        )
+    both = scopes(instances, config, floor)
+    for gated, ungated in zip(both, both, strict=True):
         found += [*find(gated), *find(ungated)]
-        suffix = f", {layout}" if len(named) > 1 else ""
+        suffix = f", {gated.layout}" if len(named) > 1 else ""
         made |= {f"{name}{suffix}": table for name, table in tables(gated, ungated).items()}
     said = "; ".join(_headline(found, layout, headline) for layout in named)
     return Summary(effects=tuple(found), tables=made, notes=tuple(notes), headline=said)
@@ -372,7 +376,8 @@ def _corrected(p: float, *, of: int) -> HypothesisTest:
     return HypothesisTest(name=name, statistic=None, p=p, margin=None, conclusion=conclusion)
 
 
-def _clip(limit: float | None) -> float | None:
+def clip(limit: float | None) -> float | None:
+    """An interval's end, within 0 and 1: what bounds a share or a probability."""
     return None if limit is None else min(1.0, max(0.0, limit))
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvnotes.cache import CacheError, KVState, stack
+from kvnotes.instance import TokenPair
+from kvnotes.interventions import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +77,7 @@ class _Frozen(Cache):
         return 0
 
 
-@torch.no_grad()
-def forward(
+def differentiable(
     model: Any,
     tokens: Int[Tensor, "batch new"],
     *,
@@ -92,22 +93,9 @@ def forward(
     cache cell `over[j]` (its position must be that cell's), the other cells staying frozen: selective recompute.
     `read` are indices into the new tokens whose logits are wanted; no others are computed. `keep` says whether the
     states after the forward are wanted; without, a layer's K/V are dropped once it has run. A token sees every cell
-    whose position is at most its own and within the layer's window. Raises CacheError on mismatches.
+    whose position is at most its own and within the layer's window. Raises CacheError on mismatches. The graph of
+    the logits is kept where the caller has gradients on; `forward` is the same without.
     """
-    return differentiable(model, tokens, positions=positions, past=past, over=over, read=read, keep=keep)
-
-
-def differentiable(
-    model: Any,
-    tokens: Int[Tensor, "batch new"],
-    *,
-    positions: Int[Tensor, "new"],
-    past: Sequence[KVState] | None,
-    over: Sequence[int] | None,
-    read: Sequence[int],
-    keep: bool,
-) -> Output:
-    """`forward` in the caller's grad mode: the graph of the logits is kept where gradients are on."""
     tokens, positions = tokens.to(model.device), positions.to(model.device)
     _check(tokens, positions, past, over)
     old = None if past is None else past[0].positions[0]
@@ -131,12 +119,27 @@ def differentiable(
     return Output(out.logits.float(), _states(frozen.full, keys, tokens.shape[0]) if keep else ())
 
 
+forward = torch.no_grad()(differentiable)
+
+
 def prefill(model: Any, tokens: Sequence[int], *, start: int) -> tuple[Float[Tensor, "vocab"], KVState]:
     """One sequence from position `start`: the logits after its last token, and its state."""
     ids = torch.tensor([list(tokens)])
     positions = torch.arange(start, start + len(tokens))
     out = forward(model, ids, positions=positions, past=None, over=None, read=[len(tokens) - 1], keep=True)
     return out.logits[0, 0], out.states[0]
+
+
+def arms(model: Any, pair: TokenPair, *, stop: int) -> dict[State, tuple[Float[Tensor, "vocab"], KVState]]:
+    """Each arm's first `stop` tokens: the logits after the last of them, and the state. The base is one forward; the
+    target goes on from its prefix, since the tokens before the changed span are the same and know nothing of it (a
+    check at load holds the model to that)."""
+    base = prefill(model, pair.base_ids[:stop], start=0)
+    start = pair.changed[0]
+    rest = torch.tensor([pair.target_ids[start:stop]])
+    positions, past = torch.arange(start, stop), [base[1].crop(start)]
+    out = forward(model, rest, positions=positions, past=past, over=None, read=[rest.shape[1] - 1], keep=True)
+    return {"base": base, "target": (out.logits[0, 0], out.states[0])}
 
 
 def decode(

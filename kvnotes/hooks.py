@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvnotes import checks
 from kvnotes.cache import CacheError, KVState
 from kvnotes.instance import TokenPair
 from kvnotes.interventions import (
@@ -22,8 +23,8 @@ from kvnotes.interventions import (
     CacheEdit,
     Intervention,
     Point,
-    Recompute,
     State,
+    columns,
     mixed,
     parts,
     run_of,
@@ -45,28 +46,20 @@ def answer(
     """The decision's logits under an intervention."""
     tokens, points = list(pair.ids(run_of(one))), []
     edits = [part for part in parts(one) if isinstance(part, CacheEdit)]
-    anew = {p: pair.ids(part.tokens)[p] for part in parts(one) if isinstance(part, Recompute) for p in part.positions}
+    anew = checks.recomputed(one, pair)
     for p, token in anew.items():
         tokens[p] = token
     if edits or anew:
         state = states[run_of(one)]
         for edit in edits:
             state = state.replace(edit.cells, states[edit.donor] if isinstance(edit.donor, str) else edit.donor)
-        stop = min([pair.query[0], *_firsts(one)])
-        points += frozen(state, [p for p in range(stop) if p not in anew])
+        points += frozen(state, [p for p in range(checks.first(one, pair)) if p not in anew])
     for part in parts(one):
         if isinstance(part, ActivationPatch):
             points.append(_patch(model, part, pair))
         elif isinstance(part, AttentionBlock):
             points += _blind(model, part, pair)
     return run(model, tokens, points)
-
-
-def _firsts(one: Intervention) -> list[int]:
-    """Positions from which on everything is recomputed."""
-    patched = [part.position for part in parts(one) if isinstance(part, ActivationPatch)]
-    blinded = [p for part in parts(one) if isinstance(part, AttentionBlock) for p in part.queries or ()]
-    return [*patched, *blinded]
 
 
 def frozen(state: KVState, positions: Sequence[int]) -> Hooks:
@@ -94,12 +87,8 @@ def frozen(state: KVState, positions: Sequence[int]) -> Hooks:
 
 
 def _patch(model: Any, patch: ActivationPatch, pair: TokenPair) -> tuple[str, Callable[..., Tensor]]:
-    point, heads = POINTS[patch.point].format(patch.layer), model.shape["heads"]
+    point, mine = POINTS[patch.point].format(patch.layer), columns(patch.head, model.shape["d_head"])
     donor = patch.donor
-
-    def mine(flat: Tensor) -> slice:
-        size = flat.shape[-1] // heads
-        return slice(None) if patch.head is None else slice(patch.head * size, (patch.head + 1) * size)
 
     if isinstance(donor, str):
         seen: list[Tensor] = []
@@ -109,21 +98,21 @@ def _patch(model: Any, patch: ActivationPatch, pair: TokenPair) -> tuple[str, Ca
             return tensor
 
         run(model, pair.ids(donor), [(point, read)])
-        donor = seen[0][mine(seen[0])]
+        donor = seen[0][mine]
 
     def write(tensor: Tensor, hook: Any) -> Tensor:
         flat = tensor.clone().flatten(2)
-        own = flat[0, patch.position, mine(flat)].clone()
+        own = flat[0, patch.position, mine].clone()
         given = None if donor is None else donor.to(own, copy=True)
         new = torch.zeros_like(own) if given is None else given
-        flat[0, patch.position, mine(flat)] = new if patch.mix is None else mixed(patch.mix, own, given)
+        flat[0, patch.position, mine] = new if patch.mix is None else mixed(patch.mix, own, given)
         return flat.view_as(tensor)
 
     return point, write
 
 
 def _blind(model: Any, block: AttentionBlock, pair: TokenPair) -> Hooks:
-    queries = torch.tensor(pair.query if block.queries is None else block.queries)
+    queries = torch.tensor(checks.queries(block, pair))
     heads = torch.tensor(range(model.shape["heads"]) if block.heads is None else block.heads)
     columns = torch.tensor(block.positions)
 

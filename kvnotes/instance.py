@@ -101,6 +101,19 @@ class Pair:
         return tuple(i for i, (old, new) in enumerate(pieces) if old.text != new.text)
 
 
+def permits(pair: Pair) -> dict[str, bool]:
+    """Whether each arm's right action is the permitted one, from the pair's counterbalanced choices.
+
+    Raises KeyError for a task whose pairs do not say which of their values permits.
+    """
+    if "base_conclusion" in pair.balance:
+        base = pair.balance["base_conclusion"] == "permit"
+    else:
+        values = pair.balance["values"].split("/")
+        base = pair.base.field == values[pair.balance["permits"] == "second"]
+    return {"base": base, "target": not base}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """How a position is matched across scenarios: the span it lies in and its index there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -136,6 +136,18 @@ class Recompute:
     positions: tuple[int, ...]
     into: State
     tokens: State
+
+
+def width_of(point: Point, head: int | None, sizes: Mapping[str, int]) -> int:
+    """How many numbers a point's activation has: of one query head's z, or of all of them side by side."""
+    if head is not None:
+        return sizes["d_head"]
+    return sizes["heads"] * sizes["d_head"] if point == "z" else sizes["d_model"]
+
+
+def columns(head: int | None, d_head: int) -> slice:
+    """Where a query head's numbers stand among those of all heads; everything, where no head is named."""
+    return slice(None) if head is None else slice(head * d_head, (head + 1) * d_head)
 
 
 Part = CacheEdit | ActivationPatch | AttentionBlock | Recompute

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes import memory, planted, rows, weights
+from kvnotes import memory, planted, prompts, rows, weights
 from kvnotes.cache import Cells, KVState, Rotation
 from kvnotes.errors import KVNotesError, UnknownName
 from kvnotes.forward import Windows, decode, prefill
@@ -84,6 +85,11 @@ class Model:
             "d_model": c.hidden_size,
             "d_head": getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
         }
+
+    @cached_property
+    def template(self) -> prompts.Template:
+        """What the chat template puts around a user's turn."""
+        return prompts.read_template(self.tokenizer, use=self.entry.chat.use, options=self.entry.chat.options)
 
     @property
     def tolerance(self) -> float:

@@ -17,10 +17,11 @@ from kvnotes.interventions import (
     Intervention,
     Part,
     Point,
-    Recompute,
     State,
+    columns,
     parts,
     run_of,
+    width_of,
 )
 from kvnotes.rows import Block, Edit, Patch, Row
 
@@ -51,7 +52,7 @@ class Plan:
 def make(one: Intervention, pair: TokenPair) -> Plan:
     """All tokens from an intervention's first changed activation or query on are run, and those recomputed."""
     first, ids = checks.first(one, pair), pair.ids(run_of(one))
-    anew = {p: pair.ids(part.tokens)[p] for part in parts(one) if isinstance(part, Recompute) for p in part.positions}
+    anew = checks.recomputed(one, pair)
     positions = tuple(sorted({*range(first, len(ids)), *anew}))
     return Plan(
         name=one.name,
@@ -144,10 +145,9 @@ def _patch(patch: ActivationPatch, plan: Plan, trial: Trial) -> Patch:
     sizes, value = trial.model.shape, patch.donor
     if isinstance(value, str):
         value = trial.held(value, patch.point, patch.position, patch.position + 1)[patch.layer, 0]
-        value = value if patch.head is None else value.unflatten(0, (sizes["heads"], -1))[patch.head]
+        value = value[columns(patch.head, sizes["d_head"])]
     elif value is None and patch.mix is None:
-        width = sizes["heads"] * sizes["d_head"] if patch.point == "z" else sizes["d_model"]
-        value = torch.zeros(width if patch.head is None else sizes["d_head"], device=trial.model.device)
+        value = torch.zeros(width_of(patch.point, patch.head, sizes), device=trial.model.device)
     index = plan.positions.index(patch.position)
     return Patch(point=patch.point, layer=patch.layer, index=index, value=value, head=patch.head, mix=patch.mix)
 

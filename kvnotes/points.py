@@ -8,9 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from kvnotes.cache import CacheError
 from kvnotes.interventions import Point
 
 Visit = Callable[[Point, int, Tensor], Tensor]  # a point, its layer and the activation -> the one to go on with
+
+
+def tree_of(model: Any) -> Any:
+    """The modules whose activations can be seen. Raises CacheError for a model that has none."""
+    if model.twin is None:
+        raise CacheError(f"{model.name}'s layers are not of the kind that captures know")
+    return model.twin
 
 
 @contextmanager

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnotes import select
-from kvnotes.effects import FALSE_DISCOVERIES, LEAST_SCENARIOS, Scope
-from kvnotes.instance import Pair, Piece, TokenPair
+from kvnotes.effects import FALSE_DISCOVERIES, LEAST_SCENARIOS, Scope, clip
+from kvnotes.instance import Pair, Piece, TokenPair, permits
 from kvnotes.records import Effect, HypothesisTest, Instance
 
 Floats = NDArray[np.float64]
@@ -102,19 +102,6 @@ def _aggregator(roles: Mapping[int, str]) -> int | None:
     while roles.get(first + 1) == "delimiter":
         first += 1
     return first
-
-
-def permits(pair: Pair) -> dict[str, bool]:
-    """Whether each arm's right action is the permitted one, from the pair's counterbalanced choices.
-
-    Raises KeyError for a task whose pairs do not say which of their values permits.
-    """
-    if "base_conclusion" in pair.balance:
-        base = pair.balance["base_conclusion"] == "permit"
-    else:
-        values = pair.balance["values"].split("/")
-        base = pair.base.field == values[pair.balance["permits"] == "second"]
-    return {"base": base, "target": not base}
 
 
 def labels(pair: TokenPair) -> dict[str, dict[str, bool]]:
@@ -626,8 +613,7 @@ def bounded(
     if low == high and found.estimate in (0.0, 1.0):
         exact = stats.clopper_pearson(round(found.estimate) * found.clusters, found.clusters, level=found.level)
         low, high, method, warning = exact.low, exact.high, f"{exact.method} over scenarios", None
-    clipped = [None if end is None else min(1.0, max(0.0, end)) for end in (low, high)]
-    changes = {"low": clipped[0], "high": clipped[1], "method": method, "warning": warning}
+    changes = {"low": clip(low), "high": clip(high), "method": method, "warning": warning}
     return found.model_copy(update={**changes, "test": None if test is None else permutation_test(test)})
 
 

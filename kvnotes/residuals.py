@@ -15,7 +15,7 @@ from kvnotes.cache import CacheError, KVState
 from kvnotes.forward import forward, prefill
 from kvnotes.instance import TokenPair
 from kvnotes.interventions import Point
-from kvnotes.points import visited
+from kvnotes.points import tree_of, visited
 
 
 def residuals(
@@ -29,8 +29,7 @@ def residuals(
     start = pair.changed[0]
     if min(positions) < start:
         raise CacheError(f"position {min(positions)} lies before the first changed token, {start}")
-    if model.twin is None:
-        raise CacheError(f"{model.name}'s layers are not of the kind that captures know")
+    tree = tree_of(model)
     state = prefill(model, pair.base_ids[:start], start=0)[1] if prefix is None else prefix
     ids = torch.tensor([pair.ids(arm)[start:] for arm in ("base", "target")])
     places, kept = [p - start for p in positions], {}
@@ -39,7 +38,7 @@ def residuals(
         kept[layer] = tensor[:, places].float().cpu()
         return tensor
 
-    with visited(model.twin, keep, ("resid_post",)):
+    with visited(tree, keep, ("resid_post",)):
         steps = torch.arange(start, start + ids.shape[1])
         forward(model, ids, positions=steps, past=[state, state], over=None, read=[0], keep=False)
     return torch.stack([kept[layer] for layer in sorted(kept)], dim=1)

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvnotes.attend import Hidden, Lines, Places, Segment, Shared, attend, plain
 from kvnotes.cache import CacheError, Cells, KVState
-from kvnotes.interventions import Mix, Point, mixed
+from kvnotes.interventions import Mix, Point, columns, mixed, width_of
 from kvnotes.points import visited
 
 NAME = "kvnotes_rows"
@@ -184,9 +184,7 @@ def _within(what: str, chosen: Sequence[int], size: int) -> None:
 
 
 def _check_patch(model: Any, patch: Patch, new: int) -> None:
-    width = model.shape["d_head" if patch.head is not None else "d_model"]
-    if patch.point == "z" and patch.head is None:
-        width = model.shape["heads"] * model.shape["d_head"]
+    width = width_of(patch.point, patch.head, model.shape)
     heads = (None, *range(model.shape["heads"])) if patch.point == "z" else (None,)
     shape = None if patch.value is None else tuple(patch.value.shape)
     if patch.head not in heads or shape not in {None, (width,)} or not 0 <= patch.index < new:
@@ -283,8 +281,7 @@ class _Batch:
         else:
             tensor[0].unflatten(-1, (self.model.shape["heads"], -1))[put.tokens, put.heads] = put.values.to(tensor)
         for token, p in put.mixes:
-            size = self.model.shape["d_head"]
-            at = slice(None) if p.head is None else slice(p.head * size, (p.head + 1) * size)
+            at = columns(p.head, self.model.shape["d_head"])
             value = None if p.value is None else p.value.to(tensor, copy=True)
             assert p.mix is not None  # noqa: S101 (it is listed as a mix)
             tensor[0, token, at] = mixed(p.mix, tensor[0, token, at].clone(), value)
@@ -320,8 +317,7 @@ class _Batch:
                 lines.append((token, p.head or 0, p.value))
             else:  # all heads of one token beside single heads of others
                 lines += [(token, head, value) for head, value in enumerate(p.value.split(size))]
-        width = self.model.shape["heads"] * size if patches[0][1].point == "z" else self.model.shape["d_model"]
-        width = size if by_head else width
+        width = width_of(patches[0][1].point, 0 if by_head else None, self.model.shape)
         return _Put(
             torch.tensor([token for token, _, _ in lines], dtype=torch.long, device=device),
             torch.tensor([head for _, head, _ in lines], dtype=torch.long, device=device) if by_head else None,

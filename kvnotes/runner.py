@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from kvnotes.models import Model
-    from kvnotes.prompts import Template
     from kvnotes.sweep import Trial
 
 console = Console(stderr=True, highlight=False)
@@ -110,11 +109,13 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All that a run measured: its instances, what was chosen between the passes, arrays stacked over instances."""
+    """All that a run measured: its instances, what was chosen between the passes, arrays stacked over instances; and
+    the files that it can be resumed from until its record is written."""
 
     finished: list[Finished]
     plan: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
+    files: tuple[ResumeFile, ...]
 
 
 def main(file: str) -> None:
@@ -139,8 +140,8 @@ def execute(module: ModuleType, config: RunConfig) -> Record:
     seconds = _mean_seconds(measured.finished)
     clock = Timings(total_s=time.perf_counter() - started, per_instance_s=seconds, load_s=loaded)
     record = records.write(build(study, model, measured, clock), study.path)
-    for name in ("", "survey"):
-        resume_file(study, model, name=name).remove()
+    for file in measured.files:
+        file.remove()
     report.show(record, report.console())
     console.print(f"record: {study.path}", soft_wrap=True)
     for path in _draw(study, record):
@@ -177,10 +178,13 @@ def measure_all(study: Study, model: Model, pairs: list[Pair]) -> Measured:
         file = resume_file(study, model, plan=plan)
         before = {done.instance.id: done for done in surveyed}
         last = Pass(function="measure", file=file, pairs=usable, arguments=(plan,), before=before)
+        passes = (first, last)
     else:
         last = Pass(function="measure", file=resume_file(study, model), pairs=usable)
+        passes = (last,)
     finished = run_pass(study, model, tokenised, last)
-    return Measured(finished=finished, plan=plan, arrays=_arrays(study, finished, last.file))
+    files = tuple(one.file for one in passes)
+    return Measured(finished=finished, plan=plan, arrays=_arrays(study, finished, last.file), files=files)
 
 
 def _arrays(study: Study, finished: list[Finished], file: ResumeFile) -> Mapping[str, np.ndarray]:
@@ -223,14 +227,7 @@ def tokenise(model: Model, pairs: list[Pair], *, query: int) -> list[TokenPair |
     """The pairs as the model's tokens, in its chat template; unfit ones as Skipped, with the reason."""
     from kvnotes import prompts
 
-    template = _template(model)
-    return [prompts.tokenise(pair, tokenizer=model.tokenizer, template=template, query=query) for pair in pairs]
-
-
-def _template(model: Model) -> Template:
-    from kvnotes import prompts
-
-    return prompts.read_template(model.tokenizer, use=model.entry.chat.use, options=model.entry.chat.options)
+    return [prompts.tokenise(pair, tokenizer=model.tokenizer, template=model.template, query=query) for pair in pairs]
 
 
 def resume_file(study: Study, model: Model, *, name: str = "", plan: Mapping[str, Any] | None = None) -> ResumeFile:
@@ -476,7 +473,6 @@ def _checks(finished: list[Finished], model: Model, config: RunConfig) -> Iterab
 def _model(model: Model, floor: float) -> records.Model:
     from kvnotes import models
 
-    template = _template(model)
     return records.Model(
         name=model.name,
         source=model.prepared.source,
@@ -484,7 +480,7 @@ def _model(model: Model, floor: float) -> records.Model:
         tokenizer_sha256=model.prepared.tokenizer_sha256,
         files_sha256=models.files_sha256(model.prepared.folder),
         chat=model.entry.chat.options,
-        template=(template.before, template.after),
+        template=(model.template.before, model.template.after),
         precision=model.prepared.precision,
         architecture=type(model.hf).__name__,
         **model.shape,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kvnotes import attribution, checks, hooks, memory, plan, readout, rows
 from kvnotes.cache import CacheError, Cells, KVState
-from kvnotes.forward import decode, forward, prefill
+from kvnotes.forward import arms, decode, forward
 from kvnotes.instance import TokenPair
 from kvnotes.interventions import ActivationPatch, Intervention, Point, State
 from kvnotes.plan import Plan
-from kvnotes.points import patterns, visited
+from kvnotes.points import patterns, tree_of, visited
 
 Engine = Literal["rows", "hooks"]
 Progress = Callable[[int, int], None]  # interventions answered, of how many
@@ -67,13 +67,14 @@ class Trial:
         one before it."""
         if pair.changed[0] == 0:
             raise CacheError(f"{pair.pair.id}: the first token is changed; the changed span needs a token before it")
-        filled = _arms(model, pair)
+        filled = arms(model, pair, stop=len(pair.base_ids))
         states: dict[State, KVState] = {name: state.crop(pair.query[0]) for name, (_, state) in filled.items()}
         full: dict[State, float] = {name: float(readout.margin(x, pair)) for name, (x, _) in filled.items()}
         whole = Cells(positions=(*pair.changed, *pair.downstream))
         edited = states["base"].replace(whole, states["target"])
         seen: Seen = {}
-        with _watched(model, rows.POINTS, seen):
+        # a model whose layers cannot be seen has no traces, and the hooks engine asks for none
+        with nullcontext() if model.twin is None else _watched(model.twin, rows.POINTS, seen):
             logits = _decode(model, pair, [states["base"], states["target"], edited])
         unedited = readout.arms(logits[0], logits[1], pair)
         return cls(
@@ -224,9 +225,8 @@ class Trial:
 
     def patterns(self, run: State) -> Float[Tensor, "layer head query key"]:
         """The attention of the query block in an unedited run, over every position."""
-        self._require_twin()
         seen: dict[int, Tensor] = {}
-        with patterns(self.model.twin, lambda layer, pattern: seen.update({layer: pattern[0]})):
+        with patterns(tree_of(self.model), lambda layer, pattern: seen.update({layer: pattern[0]})):
             _decode(self.model, self.pair, [self.states[run]])
         return torch.stack([seen[layer] for layer in sorted(seen)])
 
@@ -258,35 +258,27 @@ class Trial:
         """A point's activations from `start` on, captured where they are not there yet."""
         held = self.traces.get((point, run))
         if held is None or held.start > start:
-            self._require_twin()
             ids = torch.tensor([self.pair.ids(run)[start:]])
             past = [self.states[run].crop(start)] if start else None
             positions, seen = torch.arange(start, start + ids.shape[1]), {}
-            with _watched(self.model, (point,), seen):
+            with _watched(tree_of(self.model), (point,), seen):
                 forward(self.model, ids, positions=positions, past=past, over=None, read=[0], keep=False)
             held = self.traces[point, run] = _traces(seen, start, runs=(run,))[point, run]
         return held
-
-    def _require_twin(self) -> None:
-        if self.model.twin is None:
-            raise CacheError(f"{self.model.name}'s layers are not of the kind that captures know")
 
 
 def _enters(one: Plan, row: rows.Row) -> int:
     return row.first if one.traced else 0
 
 
-def _watched(model: Any, points: Sequence[Point], seen: Seen) -> ExitStack:
-    """Keep these points of every layer of the forwards that follow; nothing where the model's layers have none."""
+def _watched(tree: Any, points: Sequence[Point], seen: Seen) -> AbstractContextManager[None]:
+    """Keep these points of every layer of the forwards that follow."""
 
     def keep(point: Point, layer: int, tensor: Tensor) -> Tensor:
         seen[point, layer] = tensor.detach().clone()
         return tensor
 
-    stack = ExitStack()
-    if model.twin is not None:
-        stack.enter_context(visited(model.twin, keep, points))
-    return stack
+    return visited(tree, keep, points)
 
 
 def _traces(seen: Seen, start: int, *, runs: Sequence[State]) -> dict[tuple[Point, State], Trace]:
@@ -298,17 +290,6 @@ def _traces(seen: Seen, start: int, *, runs: Sequence[State]) -> dict[tuple[Poin
         for point in points
         for row, run in enumerate(runs)
     }
-
-
-def _arms(model: Any, pair: TokenPair) -> dict[State, tuple[Tensor, KVState]]:
-    """Each arm's last logits and state. The base is one whole forward; the target goes on from its prefix, since the
-    tokens before the changed span are the same and know nothing of it (a check at load holds the model to that)."""
-    base = prefill(model, pair.base_ids, start=0)
-    start = pair.changed[0]
-    rest = torch.tensor([pair.target_ids[start:]])
-    positions, past = torch.arange(start, len(pair.target_ids)), [base[1].crop(start)]
-    out = forward(model, rest, positions=positions, past=past, over=None, read=[rest.shape[1] - 1], keep=True)
-    return {"base": base, "target": (out.logits[0, 0], out.states[0])}
 
 
 def _decode_error(full: Mapping[State, float], unedited: readout.Margins) -> float:

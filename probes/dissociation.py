@@ -86,11 +86,7 @@ def identities(trial: Trial, measures: Measures) -> dict[str, float]:
 
 def summarise(instances: Sequence[Instance], config: RunConfig, floor: float) -> Summary:
     """Recovery of each state and both flips, by layout, gated and ungated."""
-    found: list[Effect] = []
-    for layout in effects.layouts(instances):
-        for gated in (True, False):
-            scope = effects.Scope(instances=instances, layout=layout, gated=gated, config=config, floor=floor)
-            found += _effects(scope)
+    found = [effect for scope in effects.scopes(instances, config, floor) for effect in _effects(scope)]
     return Summary(effects=tuple(found), tables={}, notes=(), headline=_headline(found))
 
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from kvnotes import effects, select
 from kvnotes.config import RunConfig
-from kvnotes.probing import permits
+from kvnotes.instance import permits
 from kvnotes.records import Effect, Instance, Measures, Summary, Table
 from kvnotes.runner import main
 
@@ -60,9 +60,7 @@ def prepare(instances: Sequence[Instance], config: RunConfig) -> dict[str, Any]:
 
 
 def _singles(one: Instance) -> dict[str, float]:
-    names = select.instance_slots(one)
-    margins = zip(select.downstream(one), one.measures["singles"], strict=True)
-    return {names[p]: effects.moved(one, margin) for p, margin in margins}
+    return select.by_slot(one, [effects.moved(one, margin) for margin in one.measures["singles"]])
 
 
 def _lender(one: Instance, instances: Sequence[Instance], config: RunConfig) -> str | None:
@@ -186,12 +184,10 @@ def summarise(instances: Sequence[Instance], config: RunConfig, floor: float) ->
     """Follow rates, recovery and flips by count, and what another scenario's notes do; gated and ungated."""
     found: list[Effect] = []
     tables: dict[str, Table] = {}
-    for layout in effects.layouts(instances):
-        for gated in (True, False):
-            scope = effects.Scope(instances=instances, layout=layout, gated=gated, config=config, floor=floor)
-            found += [*_own(scope), *_lent(scope.having(lambda one: one.measures["margins"].get("foreign_same_top_8")))]
-            if gated:
-                tables[f"{SMALLEST}, {layout}"] = _smallest(scope.rows)
+    for scope in effects.scopes(instances, config, floor):
+        found += [*_own(scope), *_lent(scope.having(lambda one: one.measures["margins"].get("foreign_same_top_8")))]
+        if scope.gated:
+            tables[f"{SMALLEST}, {scope.layout}"] = _smallest(scope.rows)
     return Summary(effects=tuple(found), tables=tables, notes=(), headline=_headline(found, tables))
 
 

@@ -23,16 +23,11 @@ from kvnotes.records import Effect, Instance, Measures, Summary, Table
 from kvnotes.runner import main
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvnotes.cache import KVState
     from kvnotes.donors import Donor
     from kvnotes.instance import TokenPair
     from kvnotes.interventions import Intervention
     from kvnotes.sweep import Trial
-
-    Source = tuple[KVState, list[int], list[int]]  # a state, positions in it, and the class of each
-    Turn = Callable[..., Tensor]
 
 TITLE = "Knockout: the notes that must go for the decision to fall back"
 DOSES = (1, 2, 4, 8, 16, 32)
@@ -85,8 +80,7 @@ def _own_ranking(one: Instance) -> list[int]:
 
 
 def _single_drops(one: Instance) -> dict[str, float]:
-    slots = select.instance_slots(one)
-    return {slots[p]: drop for p, drop in zip(select.downstream(one), _singles(one), strict=True)}
+    return select.by_slot(one, _singles(one))
 
 
 def donors(pair: TokenPair, pairs: Mapping[str, TokenPair], plan: Measures) -> list[TokenPair]:
@@ -98,6 +92,7 @@ def donors(pair: TokenPair, pairs: Mapping[str, TokenPair], plan: Measures) -> l
 def measure(trial: Trial, config: Settings, plan: Measures, *, donors: Sequence[Donor]) -> Measures:
     """The target run's margin with notes removed: by way and dose, ranked on the other fold, at random and in-sample;
     by depth; and how many random sets there were to draw from."""
+    from kvnotes.donors import class_mean
     from kvnotes.interventions import CacheEdit
 
     made = Removals(trial, config, plan, mean=class_mean(trial, donors))
@@ -182,63 +177,6 @@ def edges(layers: int, depths: int) -> list[int]:
     return sorted({round(layers * part / depths) for part in range(1, depths)} - {0, layers})
 
 
-def class_mean(trial: Trial, lent: Sequence[Donor]) -> KVState | None:
-    """The target's state with every downstream cell at the mean of its token class.
-
-    The mean is over the class's downstream positions in both arms of this pair and of those lent, so that neither
-    conclusion leads it; keys are turned back to position 0, averaged, and turned to where they come to stand (RoPE,
-    Su et al. 2021). None where the model's rotation is not known.
-    """
-    from kvnotes.cache import KVState
-
-    rotation, own = trial.model.rotation, trial.states["target"]
-    if rotation is None:
-        return None
-    classes = sorted({_classes(trial.pair)[p] for p in trial.pair.downstream})
-    sources = [(state, *_members(one.pair, classes)) for one in (trial, *lent) for state in one.states.values()]
-    here, members = _members(trial.pair, classes)
-    layers = []
-    for layer, mine in enumerate(own.layers):
-        made = {}
-        for name, tensor in mine.items():
-            turn = partial(rotation.turn, layer=layer) if name == "k" else None
-            made[name] = tensor.clone()
-            made[name][:, here] = _spread(own, here, members, _means(sources, len(classes), layer, name, turn), turn)
-        layers.append(made)
-    return KVState(tuple(layers), own.positions)
-
-
-def _classes(pair: TokenPair) -> list[str]:
-    return [select.slot_class(slot) for slot in select.slot_names(pair)]
-
-
-def _members(pair: TokenPair, classes: Sequence[str]) -> tuple[list[int], list[int]]:
-    """The downstream positions that are of one of the classes, and which."""
-    labels = _classes(pair)
-    places = [p for p in pair.downstream if labels[p] in classes]
-    return places, [classes.index(labels[p]) for p in places]
-
-
-def _means(sources: Sequence[Source], classes: int, layer: int, name: str, turn: Turn | None) -> Tensor:
-    """The classes' mean cells of one layer, [kv_head, class, d_head], keys as they would be at position 0."""
-    import torch
-
-    gathered = []
-    for state, places, _ in sources:
-        cells = state.layers[layer][name][:, places]
-        gathered.append(cells if turn is None else turn(cells, offset=-state.positions[0, places]))
-    cells = torch.cat(gathered, dim=1)
-    member = torch.tensor([index for _, _, own in sources for index in own], device=cells.device)
-    summed = cells.new_zeros(cells.shape[0], classes, cells.shape[2]).index_add_(1, member, cells)
-    return summed / member.bincount(minlength=classes).to(cells)[:, None]
-
-
-def _spread(own: KVState, here: list[int], members: list[int], means: Tensor, turn: Turn | None) -> Tensor:
-    """Each position's class mean, keys turned to that position."""
-    cells = means[:, members]
-    return cells if turn is None else turn(cells, offset=own.positions[0, here])
-
-
 def _nested(found: Iterable[tuple[tuple[str, ...], float]]) -> dict[str, Any]:
     """Lists of values by path, as nested mappings; a path that comes once has its value alone."""
     made: dict[str, Any] = {}
@@ -268,14 +206,12 @@ def summarise(instances: Sequence[Instance], config: Settings, floor: float) -> 
     drops by depth."""
     found: list[Effect] = []
     tables: dict[str, Table] = {}
-    for layout in effects.layouts(instances):
-        for gated in (True, False):
-            scope = effects.Scope(instances=instances, layout=layout, gated=gated, config=config, floor=floor)
-            found += [*_doses(scope), *_areas(scope), *_flips(scope)]
-            if gated and scope.rows:
-                found += [*_above_random(scope), *_depths(scope)]
-                tables[f"pairs by the smallest dose that flips the decision back, {layout}"] = _flipping(scope)
-                tables[f"random sets a pair, {layout}"] = _sets(scope)
+    for scope in effects.scopes(instances, config, floor):
+        found += [*_doses(scope), *_areas(scope), *_flips(scope)]
+        if scope.gated and scope.rows:
+            found += [*_above_random(scope), *_depths(scope)]
+            tables[f"pairs by the smallest dose that flips the decision back, {scope.layout}"] = _flipping(scope)
+            tables[f"random sets a pair, {scope.layout}"] = _sets(scope)
     return Summary(effects=tuple(found), tables=tables, notes=(), headline=_headline(found))
 
 

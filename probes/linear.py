@@ -144,23 +144,21 @@ def summarise(
     found: list[Effect] = []
     tables: dict[str, Table] = {}
     fitted: dict[str, tuple[dict[str, tuple[Fits, Fits]], Inside]] = {}
-    for layout in effects.layouts(instances):
-        for gated in (True, False):
-            scope = Scope(instances=instances, layout=layout, gated=gated, config=config, floor=floor)
-            rows = probing.complete(scope.rows)
-            at = [place[one.id] for one in rows]
-            if str(at) not in fitted:  # where all pairs pass the gate, both are the same
-                own = {name: one[at] for name, one in arrays.items()}
-                fitted[str(at)] = (
-                    {label: _fit(rows, own, label, config) for label in LABELS},
-                    _inside(rows, own, config),
-                )
-            fits, inside = fitted[str(at)]
-            for name in _classes(measured):
-                found += [one for label in LABELS for one in _effects(scope, fits[label], label, name)]
-                found += _inside_effects(scope, fits["conclusion"][0], inside.get(name, {}), name)
-            found += [_baseline(scope, fits["conclusion"][0])]
-            tables |= _tables(scope, fits, inside) if gated else {}
+    for scope in effects.scopes(instances, config, floor):
+        rows = probing.complete(scope.rows)
+        at = [place[one.id] for one in rows]
+        if str(at) not in fitted:  # where all pairs pass the gate, both are the same
+            own = {name: one[at] for name, one in arrays.items()}
+            fitted[str(at)] = (
+                {label: _fit(rows, own, label, config) for label in LABELS},
+                _inside(rows, own, config),
+            )
+        fits, inside = fitted[str(at)]
+        for name in _classes(measured):
+            found += [one for label in LABELS for one in _effects(scope, fits[label], label, name)]
+            found += _inside_effects(scope, fits["conclusion"][0], inside.get(name, {}), name)
+        found += [_baseline(scope, fits["conclusion"][0])]
+        tables |= _tables(scope, fits, inside) if scope.gated else {}
     return Summary(effects=tuple(found), tables=tables, notes=NOTES, headline=_headline(found))
 
 

@@ -138,18 +138,16 @@ def summarise(
     found: list[Effect] = []
     tables: dict[str, Table] = {}
     fitted: dict[str, dict[str, Fits]] = {}
-    for layout in effects.layouts(instances):
-        for gated in (True, False):
-            scope = Scope(instances=instances, layout=layout, gated=gated, config=config, floor=floor)
-            rows = probing.complete(scope.rows)
-            at = [place[one.id] for one in rows]
-            if str(at) not in fitted:  # where all pairs pass the gate, both are the same
-                cells = {place: x[at] for place, x in arrays.items()}
-                asked = {"permutations": config.permutations, "seed": config.seed}
-                fitted[str(at)] = {label: probing.fit_all(rows, cells, label=label, **asked) for label in LABELS}
-            fits = fitted[str(at)]
-            found += _effects(scope, fits)
-            tables |= _tables(scope, fits) if gated else {}
+    for scope in effects.scopes(instances, config, floor):
+        rows = probing.complete(scope.rows)
+        at = [place[one.id] for one in rows]
+        if str(at) not in fitted:  # where all pairs pass the gate, both are the same
+            cells = {place: x[at] for place, x in arrays.items()}
+            asked = {"permutations": config.permutations, "seed": config.seed}
+            fitted[str(at)] = {label: probing.fit_all(rows, cells, label=label, **asked) for label in LABELS}
+        fits = fitted[str(at)]
+        found += _effects(scope, fits)
+        tables |= _tables(scope, fits) if scope.gated else {}
     return Summary(effects=tuple(found), tables=tables, notes=NOTES, headline=_headline(found))
 
 

@@ -74,14 +74,12 @@ def decisions(trial: Trial, config: RunConfig) -> dict[str, Float[Tensor, "vocab
     Each run starts at the first token in which it differs from the plain prompt. Raises WordingError for pairs
     without corrections.
     """
-    from kvnotes import prompts
     from kvnotes.instance import TokenPair
+    from kvnotes.runner import tokenise
 
-    entry = trial.model.entry.chat
-    template = prompts.read_template(trial.model.tokenizer, use=entry.use, options=entry.options)
-    read, starts = {}, []
-    for name, one in _corrected(trial).items():
-        made = prompts.tokenise(one, tokenizer=trial.model.tokenizer, template=template, query=config.query)
+    corrected, read, starts = _corrected(trial), {}, []
+    tokenised = tokenise(trial.model, list(corrected.values()), query=config.query)
+    for name, made in zip(corrected, tokenised, strict=True):
         if isinstance(made, TokenPair):
             starts.append(_shared(trial, made.base_ids))
             read[name] = _answers(trial, made.base_ids, start=starts[-1], arms=("base",))[0]
@@ -133,14 +131,12 @@ def summarise(instances: Sequence[Instance], config: RunConfig, floor: float) ->
     """By correction: probability of the right action, recovery and flips; and each wording against the override."""
     found: list[Effect] = []
     tables = {"what the corrections say, in the first pair": _lines(instances)}
-    for layout in effects.layouts(instances):
-        for gated in (True, False):
-            scope = effects.Scope(instances=instances, layout=layout, gated=gated, config=config, floor=floor)
-            found += [effect for name in LABELS for effect in _effects(scope, name)]
-            compared, table = _differences(scope)
-            found += compared
-            if gated and table.rows:
-                tables[f"p_two against the {LABELS[REFERENCE]}, {layout}"] = table
+    for scope in effects.scopes(instances, config, floor):
+        found += [effect for name in LABELS for effect in _effects(scope, name)]
+        compared, table = _differences(scope)
+        found += compared
+        if scope.gated and table.rows:
+            tables[f"p_two against the {LABELS[REFERENCE]}, {scope.layout}"] = table
     return Summary(effects=tuple(found), tables=tables, notes=(), headline=_headline(found))
 
 
@@ -170,8 +166,7 @@ def _effects(scope: effects.Scope, name: str) -> list[Effect]:
 
 def _probability(mean: Effect) -> Effect:
     """A mean whose interval ends where probabilities do: t and bootstrap know no bounds."""
-    low, high = (None if end is None else min(1.0, max(0.0, end)) for end in (mean.low, mean.high))
-    return mean.model_copy(update={"low": low, "high": high})
+    return mean.model_copy(update={"low": effects.clip(mean.low), "high": effects.clip(mean.high)})
 
 
 def _value(measure_: str, name: str) -> Callable[[Instance], float | None]:
