@@ -15,6 +15,9 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
+
+from kvnotes import products
 
 SCORES = 2**20  # scores of one block, about
 
@@ -116,6 +119,8 @@ def attend(s: Segment) -> Float[Tensor, "row query head d_head"]:
         start, stop = s.first + t.start, s.first + t.stop  # a block sees no token after its own last
         unseen = s.shared.places.unseen(start, stop, window=s.shared.window)
         keys = s.shared.k.shape[1] + stop
+        # nothing for a row's own tokens, which come after: cutting their weights off would copy all others
+        values = pad(s.shared.v, (0, 0, 0, stop))
         for r in _spans(rows, SCORES // (kv * group * keys * (t.stop - t.start))):
             block = Segment(
                 q=s.q[:, r, :, t],
@@ -127,7 +132,7 @@ def attend(s: Segment) -> Float[Tensor, "row query head d_head"]:
                 hidden=tuple(one for one in s.hidden if r.start <= one.row < r.stop),
                 softcap=s.softcap,
             )
-            z[r, t] = rearrange(_block(block, unseen, r.start), "kv r g t d -> r t (kv g) d")
+            z[r, t] = rearrange(_block(block, values, unseen, r.start), "kv r g t d -> r t (kv g) d")
     return z
 
 
@@ -136,13 +141,14 @@ def _spans(total: int, size: int) -> Iterator[slice]:
     return (slice(i, min(total, i + size)) for i in range(0, total, size))
 
 
-def _block(s: Segment, unseen: tuple[Tensor | None, Tensor | None], row: int) -> Float[Tensor, "kv row group query d"]:
+def _block(
+    s: Segment, values: Float[Tensor, "kv key d"], unseen: tuple[Tensor | None, Tensor | None], row: int
+) -> Float[Tensor, "kv row group query d"]:
     cells, lines = s.shared.k.shape[1], s.lines
     shape, new = s.q.shape[:4], s.k.shape[2]
     scores = s.q.new_empty(*shape, cells + new)
     past, own = scores[..., :cells], scores[..., cells:]
-    for q, k, into in zip(s.q.flatten(1, 3), s.shared.k, past.flatten(1, 3), strict=True):
-        torch.mm(q, k.T, out=into)  # into its place, which saves a copy of all scores
+    products.into(past.flatten(1, 3), s.q.flatten(1, 3), s.shared.k)
     own.copy_((s.q.flatten(2, 3) @ s.k.mT).view(*shape, new))
     cuts = [] if lines is None else lines.cut(SCORES // s.q[0, 0].numel())  # a line's queries are gathered
     for one in cuts:
@@ -157,7 +163,8 @@ def _block(s: Segment, unseen: tuple[Tensor | None, Tensor | None], row: int) ->
         _hide(scores, one, row=one.row - row, first=s.first, lowest=lowest)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(s.q.dtype)
     old, new = weights[..., :cells], weights[..., cells:]
-    z = (old.flatten(1, 3) @ s.shared.v).view(s.q.shape)
+    z = s.q.new_empty(s.q.shape)
+    products.into(z.flatten(1, 3), weights.flatten(1, 3), values.mT)
     z += (new.flatten(2, 3) @ s.v).view(s.q.shape)
     for one in cuts:
         change = one.v - s.shared.v[one.head, one.place]
@@ -207,5 +214,5 @@ def plain(
         z = (weights.flatten(2, 3) @ value[:, :, :stop]).unflatten(2, (-1, t.stop - t.start))
         made.append(rearrange(z, "r kv g m d -> r m (kv g) d"))
         if keep:
-            patterns.append(torch.nn.functional.pad(weights.flatten(1, 2), (0, keys - stop)))
+            patterns.append(pad(weights.flatten(1, 2), (0, keys - stop)))
     return torch.cat(made, dim=1), torch.cat(patterns, dim=2) if keep else None

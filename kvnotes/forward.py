@@ -62,7 +62,8 @@ class _Frozen(Cache):
             old, self.past[layer_idx] = self.past[layer_idx], {}
             new = {name: self._join(old[name], t) for name, t in new.items()}
         if self.keep:
-            self.full[layer_idx] = new
+            # a head's cells side by side, as products over them want: projections leave the heads of a token so
+            self.full[layer_idx] = new = {name: t.contiguous() for name, t in new.items()}
         return new["k"], new["v"]
 
     def _join(self, old: Tensor, new: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,20 @@ def row(model: Any, *, tokens: int, row: Row, cells: int, read: int) -> int:
     lines = sum(places) * model.shape["kv_heads"]
     # of a cell k, v, both in the order of the rows, and where it is
     return tokens * _per_token(model) + lines * (model.shape["d_head"] * 4 * size + 48) + read * 4
+
+
+def batches(costs: Sequence[int], budget: int) -> Iterator[slice]:
+    """The rows, in their order, in as few batches as the budget allows, about equally full: a small last one would
+    make small products. A row that alone is more than the budget runs alone."""
+    even = sum(costs) / max(1, math.ceil(sum(costs) / budget))
+    start, held = 0, 0
+    for at, cost in enumerate(costs):
+        if at > start and (held + cost > budget or held >= even):
+            yield slice(start, at)
+            start, held = at, 0
+        held += cost
+    if costs:
+        yield slice(start, len(costs))
 
 
 def _per_token(model: Any) -> int:

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from kvnotes import products
 from kvnotes.attend import Hidden, Lines, Places, Segment, Shared, attend, plain
 from kvnotes.cache import CacheError, Cells, KVState
 from kvnotes.interventions import Mix, Point, columns, mixed, width_of
@@ -117,6 +118,9 @@ def twin(plain_: Any) -> Any | None:
     for name, buffer in plain_.named_buffers():  # rotary frequencies and scales are in no state dict
         owner, _, leaf = name.rpartition(".")
         setattr(made.get_submodule(owner), leaf, buffer)
+    for module in made.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = products.Linear
     return made.eval().requires_grad_(False)
 
 
@@ -152,7 +156,7 @@ def unembed(
     """Float32 logits of normed residuals, for the token ids that are read and no others."""
     head, cap = model.twin.get_output_embeddings(), getattr(model.twin.config, "final_logit_softcapping", None)
     ids = slice(None) if vocab is None else list(vocab)
-    logits = torch.nn.functional.linear(hidden, head.weight[ids], None if head.bias is None else head.bias[ids])
+    logits = products.linear(hidden, head.weight[ids], None if head.bias is None else head.bias[ids])
     return (logits if cap is None else torch.tanh(logits / cap) * cap).float()
 
 

@@ -145,17 +145,10 @@ class Trial:
         # rows that enter within a few layers of one another, those of one group side by side
         listed = plan.rows(plans, self)
         listed.sort(key=lambda planned: (_enters(*planned) // ENTRIES, planned[0].key))
-        batch: list[tuple[Plan, rows.Row]] = []
-        held, size = 0, self.model.hf.config.vocab_size if read is None else len(read)
-        for one, row in listed:
-            cost = memory.row(self.model, tokens=len(one.ids), row=row, cells=one.first, read=size)
-            if batch and held + cost > self.budget:
-                yield self._forward(batch, read)
-                batch, held = [], 0
-            batch.append((one, row))
-            held += cost
-        if batch:
-            yield self._forward(batch, read)
+        size = self.model.hf.config.vocab_size if read is None else len(read)
+        costs = [memory.row(self.model, tokens=len(x.ids), row=row, cells=x.first, read=size) for x, row in listed]
+        for part in memory.batches(costs, self.budget):
+            yield self._forward(listed[part], read)
 
     def _forward(self, batch: list[tuple[Plan, rows.Row]], read: list[int] | None) -> dict[str, Tensor]:
         """One forward of a batch's rows, group by group, and of the unedited run beside them."""

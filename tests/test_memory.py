@@ -70,3 +70,18 @@ def test_directions_in_half_precision(dtype):
     assert made.dtype == dtype
     assert made.tolist() == [7.0, 4.0, 5.0]
     assert Direction(torch.tensor([[2.0, 0.0, 0.0]]))(own, None).tolist() == [0.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([], []),
+        ([3, 3], [(0, 2)]),
+        ([3, 3, 3, 3, 3], [(0, 3), (3, 5)]),  # 15 of 10: two batches of 9 and 6, not of 9, 6 and a rest
+        ([1] * 11, [(0, 6), (6, 11)]),  # not 10 and 1
+        ([30, 1, 1], [(0, 1), (1, 3)]),  # one that is too large alone runs alone
+        ([6, 6, 6], [(0, 1), (1, 2), (2, 3)]),  # no two fit
+    ],
+)
+def test_batches_are_few_and_even(costs, expected):
+    assert [(part.start, part.stop) for part in memory.batches(costs, 10)] == expected

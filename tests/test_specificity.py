@@ -37,7 +37,7 @@ def test_planted_notes_are_special_and_random_positions_are_not(model, tmp_path)
         assert found[f"{name}_1"].estimate == pytest.approx(best, abs=1e-3)
         assert [found[f"{name}_{k}"].estimate for k in (2, 4, 8, 16)] == pytest.approx([alpha] * 4, abs=1e-3)
     for k in (2, 4, 8, 16):  # the second note is outside the best 1 of `both`
-        for kind in ("random", "near"):
+        for kind in ("random", "near") if k < 16 else ("random",):  # too few of a class are left beside 16
             assert found[f"{kind}_{k}"].estimate == pytest.approx(0.0, abs=1e-3)
             assert found[f"{kind}_{k}"].control
             assert found[f"gain_{kind}_{k}"].estimate == pytest.approx(alpha, abs=1e-3)
