@@ -60,7 +60,8 @@ probe-%: $(READY) ## one study, such as probe-locality: record, figure, printed 
 	@test -n '$(call module,$*)' || { echo "error: there is no study of that name; known: $(STUDIES)" >&2; exit 2; }
 	$(PY) -m $(call module,$*) $(FLAGS)$(if $(ARGS), $(ARGS))
 
-probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other
+probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other, and a table of what they found
+	$(PY) -m kvnotes.cli overview $(call flag,MODEL,model) $(call flag,RESULTS,results)
 
 # each study has its own kind of pair, so none is passed on
 FAMILY := locality dissociation specificity injection timing

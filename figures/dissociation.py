@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from figures import forest, style
+from figures import forest, page, style
 from figures.forest import Row
-from figures.locality import layout_name, panel_exclusions
 from kvnotes.records import Effect, Record
 
 RECOVERIES = (
@@ -33,20 +32,31 @@ def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
 
 
 def _draw_one(record: Record) -> Figure:
+    heading = f"Conclusion or content, field held identical: {record.model.name}, {page.layout_name(record.layout)}"
     layouts = list(dict.fromkeys(effect.layout for effect in record.summary.effects))
     reported = {one.layout for one in record.summary.effects if one.gated and one.estimate is not None}
     if not reported:
-        return _draw_exclusions(record)
+        return page.exclusions(record, heading=heading)
     figure = Figure(figsize=(13.0, 4.3 * len(layouts) + 0.4), dpi=style.DPI)
     grid = figure.subplots(len(layouts), 2, squeeze=False, width_ratios=(1.2, 1))
     for (left, right), layout in zip(grid, layouts, strict=True):
         effects = forest.by_name(record.summary.effects, layout)
-        title = f"{layout_name(layout)}: recovery" if len(layouts) > 1 else "recovery by transplanted cells"
+        title = f"{page.layout_name(layout)}: recovery" if len(layouts) > 1 else "recovery by transplanted cells"
         panel_recovery(left, effects, title=title)
         panel_flips(right, effects)
-    heading = f"Conclusion or content, field held identical: {record.model.name}, {layout_name(record.layout)}"
-    _finish(figure, record, heading=heading)
-    return figure
+    return page.finish(
+        figure, [record], heading=heading, lines=_lines(), handles=forest.handles(recovery_rows()), columns=4
+    )
+
+
+def _lines() -> list[str]:
+    """What the caption says beside the record's own."""
+    return [
+        "Polarity pairs: the rule inverts, the field's tokens are the same in both arms. = 0, = 1: equivalent "
+        "within the margin; \N{NOT EQUAL TO}: different by more than it. The 2x2 design's other pair lends notes "
+        "about the other field.",
+        f"Open markers: {style.published()['source']}; other models, approximate values, no interval given.",
+    ]
 
 
 def panel_recovery(ax: Axes, effects: Mapping[tuple[str, bool], Effect], *, title: str) -> None:
@@ -67,23 +77,3 @@ def recovery_rows() -> list[Row]:
     """Panel a's rows, with the paper's values where it has any."""
     paper = style.published()["dissociation"]
     return [Row(effect=name, label=label, colour=colour, **paper.get(name, {})) for name, label, colour in RECOVERIES]
-
-
-def _draw_exclusions(record: Record) -> Figure:
-    figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-    panel_exclusions(figure.subplots(), record)
-    _finish(figure, record, heading=f"Dissociation: {record.model.name}, {layout_name(record.layout)}", paper=False)
-    return figure
-
-
-def _finish(figure: Figure, record: Record, *, heading: str, paper: bool = True) -> None:
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record)]
-    if paper:
-        lines += [
-            "Polarity pairs: the rule inverts, the field's tokens are the same in both arms. = 0, = 1: equivalent "
-            "within the margin; \N{NOT EQUAL TO}: different by more than it. The 2x2 design's other pair lends notes "
-            "about the other field.",
-            f"Open markers: {style.published()['source']}; other models, approximate values, no interval given.",
-        ]
-    style.add_footer(figure, handles=forest.handles(recovery_rows()) if paper else [], columns=4, lines=lines)

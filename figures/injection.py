@@ -9,9 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from figures import forest, style
+from figures import forest, page, style
 from figures.forest import Row
-from figures.locality import layout_name, panel_exclusions
 from kvnotes.records import Effect, Record
 
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -44,21 +43,40 @@ def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
 
 
 def _draw_one(record: Record) -> Figure:
+    heading = f"Writing the other conclusion's notes: {record.model.name}, {page.layout_name(record.layout)}"
     layouts = list(dict.fromkeys(effect.layout for effect in record.summary.effects))
     if not any(one.gated and one.estimate is not None for one in record.summary.effects):
-        return _draw_exclusions(record)
+        return page.exclusions(record, heading=heading)
     figure = Figure(figsize=(13.0, 7.2 * len(layouts) + 0.4), dpi=style.DPI)
     outer = figure.add_gridspec(len(layouts), 1)
     for at, layout in enumerate(layouts):
         effects = forest.by_name(record.summary.effects, layout)
-        title = f"{layout_name(layout)}: recovery" if len(layouts) > 1 else "recovery by injected notes"
+        title = f"{page.layout_name(layout)}: recovery" if len(layouts) > 1 else "recovery by injected notes"
         grid = outer[at, 0].subgridspec(2, 2, width_ratios=(1, 1), height_ratios=(len(RECOVERIES), len(LENT)))
         panel_recovery(figure.add_subplot(grid[0, 0]), effects, title=title)
         panel_flips(figure.add_subplot(grid[:, 1]), effects)
         panel_lent(figure.add_subplot(grid[1, 0]), effects)
-    heading = f"Writing the other conclusion's notes: {record.model.name}, {layout_name(record.layout)}"
-    _finish(figure, record, heading=heading)
-    return figure
+    return page.finish(
+        figure,
+        [record],
+        heading=heading,
+        lines=_lines(),
+        handles=[*forest.handles(recovery_rows()), *_handles()],
+        columns=5,
+    )
+
+
+def _lines() -> list[str]:
+    """What the caption says beside the record's own."""
+    return [
+        "The target's notes go into the base's cache, whose own field still implies the base's action. Slots were "
+        "ranked by their single effects on the scenarios of the other fold; in-sample is each pair's own ranking. "
+        "Random notes are drawn from outside the best k. Another scenario's notes, of a pair with other action "
+        "words, were moved to the same slots, keys turned by RoPE; a word is said where its logit is the largest "
+        "of the pair's own two and the lender's two. = 0, = 1: equivalent within the margin; \N{NOT EQUAL TO}: "
+        "different by more than it.",
+        f"Open markers: {style.published()['source']}; other models, approximate values, no interval given.",
+    ]
 
 
 def panel_recovery(ax: Axes, effects: Mapping[tuple[str, bool], Effect], *, title: str) -> None:
@@ -138,27 +156,3 @@ def _handles() -> list[Line2D]:
     )
     paper.set(markerfacecolor="white", markeredgecolor=style.INK)
     return [*made, paper]
-
-
-def _draw_exclusions(record: Record) -> Figure:
-    figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-    panel_exclusions(figure.subplots(), record)
-    _finish(figure, record, heading=f"Injection: {record.model.name}, {layout_name(record.layout)}", paper=False)
-    return figure
-
-
-def _finish(figure: Figure, record: Record, *, heading: str, paper: bool = True) -> None:
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record)]
-    if paper:
-        lines += [
-            "The target's notes go into the base's cache, whose own field still implies the base's action. Slots were "
-            "ranked by their single effects on the scenarios of the other fold; in-sample is each pair's own ranking. "
-            "Random notes are drawn from outside the best k. Another scenario's notes, of a pair with other action "
-            "words, were moved to the same slots, keys turned by RoPE; a word is said where its logit is the largest "
-            "of the pair's own two and the lender's two. = 0, = 1: equivalent within the margin; \N{NOT EQUAL TO}: "
-            "different by more than it.",
-            f"Open markers: {style.published()['source']}; other models, approximate values, no interval given.",
-        ]
-    handles = [*forest.handles(recovery_rows()), *_handles()] if paper else []
-    style.add_footer(figure, handles=handles, columns=5, lines=lines)

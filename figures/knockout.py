@@ -11,16 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.typing import ColorType
 
-from figures import forest, style
+from figures import forest, page, style
 from figures.forest import Row
-from figures.locality import layout_name, panel_exclusions
 from kvnotes.records import Effect, Record
 
 Effects = Mapping[tuple[str, bool], Effect]
 Line = Literal["-", "--", ":"]
 
-GREEN = "#009E73"
-WAYS = {"resample": style.BLUE, "mean": GREEN, "block": style.VERMILLION}
+WAYS = {"resample": style.BLUE, "mean": style.GREEN, "block": style.VERMILLION}
 LABELS = {"resample": "the base's cells", "mean": "the class mean", "block": "attention blocked"}
 DOSES = ("1", "2", "4", "8", "16", "32", "all")
 DROP = "drop  (0: like target, 1: like base)"
@@ -33,41 +31,30 @@ def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
 
 
 def _draw_one(record: Record) -> Figure:
+    heading = f"Notes removed from the target run: {record.model.name}, {page.layout_name(record.layout)}"
     reported = {one.layout for one in record.summary.effects if one.gated and one.estimate is not None}
     layouts = [layout for layout in dict.fromkeys(one.layout for one in record.instances) if layout in reported]
     if not layouts:
-        return _draw_exclusions(record)
+        return page.exclusions(record, heading=heading)
     figure = Figure(figsize=(15.5, 4.6 * len(layouts) + 0.4), dpi=style.DPI)
     grid = figure.subplots(len(layouts), 3, squeeze=False, width_ratios=(1.25, 1, 1))
     for (left, middle, right), layout in zip(grid, layouts, strict=True):
         effects = forest.by_name(record.summary.effects, layout)
-        title = f"{layout_name(layout)}: dose response" if len(layouts) > 1 else "dose response"
+        title = f"{page.layout_name(layout)}: dose response" if len(layouts) > 1 else "dose response"
         panel_doses(left, effects, title=title)
         panel_depths(middle, effects, layers=record.model.layers)
         panel_areas(right, effects)
-    _finish(figure, record, handles=_handles())
-    return figure
+    return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=9)
 
 
-def _draw_exclusions(record: Record) -> Figure:
-    figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-    panel_exclusions(figure.subplots(), record)
-    _finish(figure, record, handles=[])
-    return figure
-
-
-def _finish(figure: Figure, record: Record, *, handles: Sequence[Artist]) -> None:
-    heading = f"Notes removed from the target run: {record.model.name}, {layout_name(record.layout)}"
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record)]
-    if handles:
-        lines += [
-            "Slots are ranked on one fold of the scenarios and removed on the other; in-sample: by each pair's own. "
-            "A class mean and blocking leave no conclusion in a note's place: a drop of 0.5 is undecided.",
-            "The paper (section 3, 4) says that the decision flips back and that the effect grows with the number of "
-            "positions; it gives no numbers to draw.",
-        ]
-    style.add_footer(figure, handles=handles, columns=9, lines=lines)
+def _lines() -> list[str]:
+    """What the caption says beside the record's own."""
+    return [
+        "Slots are ranked on one fold of the scenarios and removed on the other; in-sample: by each pair's own. "
+        "A class mean and blocking leave no conclusion in a note's place: a drop of 0.5 is undecided.",
+        "The paper (section 3, 4) says that the decision flips back and that the effect grows with the number of "
+        "positions; it gives no numbers to draw.",
+    ]
 
 
 # --- panels -------------------------------------------------------------------------------------------------

@@ -17,12 +17,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from figures import forest, style
-from figures.locality import layout_name, panel_exclusions
+from figures import forest, page, style
 from kvnotes import effects
 from kvnotes.records import Effect, Record, Table
 
-GREEN = "#009E73"
 ACROSS = 4  # panels beside one another
 TABLES = {
     "area": "AUC on held-out scenarios",
@@ -33,7 +31,7 @@ TABLES = {
 }
 LABELS = {
     "conclusion": ("permit or restrict", style.BLUE, style.lighter(style.BLUE)),
-    "rule": ("first or second rule", GREEN, style.lighter(GREEN)),
+    "rule": ("first or second rule", style.GREEN, style.lighter(style.GREEN)),
 }
 INSIDE = {
     "field": ("the field's value", style.VERMILLION, "o"),
@@ -46,24 +44,17 @@ MARKERS = ("D", "s", "^")
 
 def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
     """A figure for each record, by its name; one a layout where it measured several."""
-    drawn: dict[str, Figure] = {}
-    for name, record in records.items():
-        layouts = effects.layouts(record.instances) or [record.layout]
-        for layout in layouts:
-            drawn[name if len(layouts) == 1 else f"{name}-{layout}"] = _draw_one(record, layout)
-    return drawn
+    return page.by_layout(records, _draw_one)
 
 
 def _draw_one(record: Record, layout: str) -> Figure:
-    heading = f"Where the conclusion can be read: {record.model.name}, {layout_name(layout)}"
+    heading = f"Where the conclusion can be read: {record.model.name}, {page.layout_name(layout)}"
     tables = {
         label: {key: record.summary.tables.get(f"{layout}, {label}: {title}") for key, title in TABLES.items()}
         for label in LABELS
     }
     if tables["conclusion"]["area"] is None:
-        figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-        panel_exclusions(figure.subplots(), record)
-        return _finish(figure, record, heading=heading, handles=[])
+        return page.exclusions(record, heading=heading)
     found = forest.by_name(record.summary.effects, layout)
     names = list(tables["conclusion"]["area"].columns[1:])
     rows = math.ceil(len(names) / ACROSS)
@@ -81,7 +72,17 @@ def _draw_one(record: Record, layout: str) -> Figure:
         ax.set_ylabel("" if at % ACROSS else "AUC, held-out scenarios")
         ax.set_xlabel("after layer" if at + ACROSS >= len(names) else "")
     panel_inside(figure.add_subplot(grid[rows, :]), names, found)
-    return _finish(figure, record, heading=heading, handles=_handles())
+    return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=4)
+
+
+def _lines() -> list[str]:
+    """What the caption says beside the record's own."""
+    return [
+        "One vector a prompt: the last token of each class. Titles: AUC at the layer that the other fold chose, of "
+        "permit or restrict / of the first or second rule. "
+        "The majority label is right in half of the prompts by design. Bands are each layer's intervals.",
+        f"Open markers: {style.published()['source']}; other models, as a share of the layers, approximate.",
+    ]
 
 
 # --- panels -------------------------------------------------------------------------------------------------
@@ -179,17 +180,3 @@ def _handles() -> list[Artist]:
         line.set(markerfacecolor="white", markeredgecolor=style.VERMILLION)
         made.append(line)
     return made
-
-
-def _finish(figure: Figure, record: Record, *, heading: str, handles: Sequence[Artist]) -> Figure:
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record)]
-    if handles:
-        lines += [
-            "One vector a prompt: the last token of each class. Titles: AUC at the layer that the other fold chose, of "
-            "permit or restrict / of the first or second rule. "
-            "The majority label is right in half of the prompts by design. Bands are each layer's intervals.",
-            f"Open markers: {style.published()['source']}; other models, as a share of the layers, approximate.",
-        ]
-    style.add_footer(figure, handles=handles, columns=4, lines=lines)
-    return figure

@@ -6,7 +6,6 @@ through is filled, all used pairs are lighter, and the paper's values are open m
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.typing import ColorType
 
-from figures import style
+from figures import page, style
 from kvnotes.records import Effect, Inclusion, Record, count_inclusion
 
 COLUMNS = ("field first", "rules first", "off the template")
@@ -31,13 +30,6 @@ COLOURS = {
     "notes_only": style.BLUE,
     "full_downstream": style.GREY,
     "field_share": style.VERMILLION,
-}
-FORMS = {
-    "table": "routing table",
-    "prose": "prose rules",
-    "code": "Python code",
-    "paper": "paper's prompt",
-    "two_hop": "two-hop",
 }
 PAPER_MARKERS = {"Llama-3.1-8B": "D", "Gemma-2-9B": "s", "Mistral-7B": "^"}
 RECOVERY = "recovery R  (0: like base, 1: like target)"
@@ -70,7 +62,7 @@ def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
 
 def _draw_one(record: Record) -> Figure:
     if not any(effect.gated and effect.estimate is not None for effect in record.summary.effects):
-        return _draw_exclusions(record)
+        return page.exclusions(record, heading=_heading(f"{record.model.name}, {page.layout_name(record.layout)}"))
     return _draw_layouts(record) if len(_layouts(record)) > 1 else _draw_states(record)
 
 
@@ -94,7 +86,7 @@ def _draw_states(record: Record) -> Figure:
     left, right = figure.subplots(1, 2, width_ratios=(1.55, 1))
     panel_states(left, row)
     panel_share(right, row)
-    title = f"{record.model.name}, {layout_name(layout)}"
+    title = f"{record.model.name}, {page.layout_name(layout)}"
     _finish(figure, title=title, records=[record], handles=[*_gate_handles(), *_paper_handles([row])])
     return figure
 
@@ -117,7 +109,7 @@ def _draw_models(records: Sequence[Record]) -> Figure:
     rows = [replace(_row(record, layout, label=record.model.name), points={}) for record in records]
     if column_of(layout) == "field first":
         rows.append(Row(label="the paper's models", points=_paper_points()))
-    return _draw_columns({"": rows}, title=f"{layout_name(layout)}, by model", records=records)
+    return _draw_columns({"": rows}, title=f"{page.layout_name(layout)}, by model", records=records)
 
 
 def _draw_columns(columns: Mapping[str, Sequence[Row]], *, title: str, records: Sequence[Record]) -> Figure:
@@ -139,22 +131,15 @@ def _draw_columns(columns: Mapping[str, Sequence[Row]], *, title: str, records: 
     return figure
 
 
-def _draw_exclusions(record: Record) -> Figure:
-    """What became of the pairs, where too few passed the gate and there is no recovery to draw."""
-    figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-    panel_exclusions(figure.subplots(), record)
-    _finish(figure, title=f"{record.model.name}, {layout_name(record.layout)}", records=[record], handles=[])
-    return figure
-
-
 def _finish(figure: Figure, *, title: str, records: Sequence[Record], handles: Sequence[Artist]) -> None:
-    heading = f"Where the decision is stored: {title}"
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record) for record in records]
+    source, lines = style.published()["source"], []
     if any("paper" in str(handle.get_label()) for handle in handles):
-        source = style.published()["source"]
         lines.append(f"Open markers: {source}; other models, approximate values, no interval given.")
-    style.add_footer(figure, handles=handles, columns=7, lines=lines)
+    page.finish(figure, records, heading=_heading(title), lines=lines, handles=handles, columns=7)
+
+
+def _heading(title: str) -> str:
+    return f"Where the decision is stored: {title}"
 
 
 # --- panels -------------------------------------------------------------------------------------------------
@@ -177,7 +162,7 @@ def panel_states(ax: Axes, row: Row) -> None:
             marker = PAPER_MARKERS.get(model, "D")
             _open_marker(ax, value, y + 0.11 + 0.13 * index, marker=marker, colour=COLOURS[name])
         _open_range(ax, row, name, y=y + 0.24)
-    _rows(ax, labels, depth=len(labels), limits=limits)
+    page.rows(ax, labels, depth=len(labels), limits=limits)
     ax.set_xlabel(RECOVERY)
     style.panel_title(ax, "3a", "recovery by cache state")
 
@@ -197,7 +182,7 @@ def panel_share(ax: Axes, row: Row) -> None:
             _open_marker(ax, bound if of_field else 1 - bound, y + 0.34, marker="D", colour=colour)
             words = f"under {bound:.0%}" if of_field else f"over {1 - bound:.0%}"
             _beside(ax, y + 0.34, f"paper: {words}", gated=False)
-    _rows(ax, ["read from\nthe notes", "read from\nthe field token"], depth=2, limits=limits)
+    page.rows(ax, ["read from\nthe notes", "read from\nthe field token"], depth=2, limits=limits)
     ax.set_xlabel("share of the decision")
     style.panel_title(ax, "3c", "where the decision is read from")
 
@@ -212,7 +197,7 @@ def panel_recoveries(ax: Axes, rows: Sequence[Row], *, limits: tuple[float, floa
             top = y - 0.36 + 0.25 * lane
             _estimates(ax, row, name, y=(top, top + 0.12), limits=limits)
         _papers(ax, row, STATES, y=y + 0.4 if row.inclusion else y)
-    _rows(ax, [_with_count(row) for row in rows], depth=depth, limits=limits)
+    page.rows(ax, [_with_count(row) for row in rows], depth=depth, limits=limits)
 
 
 def panel_shares(ax: Axes, rows: Sequence[Row], *, limits: tuple[float, float], depth: int) -> None:
@@ -223,27 +208,7 @@ def panel_shares(ax: Axes, rows: Sequence[Row], *, limits: tuple[float, float], 
             continue
         _estimates(ax, row, "field_share", y=(y - 0.24, y + 0.01), limits=limits)
         _papers(ax, row, ["field_share"], y=y + 0.3 if row.inclusion else y)
-    _rows(ax, [row.label for row in rows], depth=depth, limits=limits)
-
-
-def panel_exclusions(ax: Axes, record: Record) -> None:
-    """Counts of pairs by what became of them; says that there is no recovery to report."""
-    counts = record.inclusion
-    bars = {"included": counts.included, **counts.excluded}
-    for y, count in enumerate(bars.values()):
-        ax.barh(y, count, height=0.6, color=style.BLUE if y == 0 else style.PALE)
-        ax.annotate(str(count), (count, y), (5, 0), textcoords="offset points", va="center")
-    _rows(
-        ax,
-        [textwrap.fill(reason, 44) for reason in bars],
-        depth=len(bars),
-        limits=(0, max(1, counts.generated) * 1.04),
-    )
-    ax.set_xlabel("pairs")
-    ax.set_title(
-        f"No recovery to report: {counts.included or 'none'} of {counts.used} used pairs passes the competence gate "
-        f"({counts.generated} generated)"
-    )
+    page.rows(ax, [row.label for row in rows], depth=depth, limits=limits)
 
 
 # --- marks --------------------------------------------------------------------------------------------------
@@ -353,24 +318,7 @@ def _says_nothing_passed(ax: Axes, row: Row, y: float) -> bool:
     return True
 
 
-def _rows(ax: Axes, labels: Sequence[str], *, depth: int, limits: tuple[float, float]) -> None:
-    """Name the rows from the top down, with a band behind every other one."""
-    for y in range(0, len(labels), 2):
-        ax.axhspan(y - 0.5, y + 0.5, color=style.BAND, zorder=0, linewidth=0)
-    ax.set_yticks(range(len(labels)), labels)
-    ax.set_ylim(depth - 0.5, -0.5)
-    ax.set_xlim(*limits)
-
-
 # --- data ---------------------------------------------------------------------------------------------------
-
-
-def layout_name(layout: str) -> str:
-    """A layout's name in words, such as "routing table, field first"."""
-    for order in ("field_first", "rules_first"):
-        if layout.endswith(f"_{order}"):
-            return f"{_form(layout)}, {order.replace('_', ' ')}"
-    return "all layouts" if layout == "all" else _form(layout)
 
 
 def column_of(layout: str) -> str:
@@ -378,11 +326,6 @@ def column_of(layout: str) -> str:
     if layout.endswith("_field_first") or layout == "paper":
         return "field first"
     return "rules first" if layout.endswith("_rules_first") else "off the template"
-
-
-def _form(layout: str) -> str:
-    stem = layout.removesuffix("_field_first").removesuffix("_rules_first")
-    return FORMS.get(stem, stem.replace("_", " "))
 
 
 def _layouts(record: Record) -> list[str]:
@@ -393,7 +336,7 @@ def _layouts(record: Record) -> list[str]:
 def _row(record: Record, layout: str, *, label: str | None = None) -> Row:
     points, ranges = _published(layout)
     return Row(
-        label=label or _form(layout),
+        label=label or page.form(layout),
         effects={(one.name, one.gated): one for one in record.summary.effects if one.layout == layout},
         inclusion=count_inclusion([one for one in record.instances if one.layout == layout]),
         points=points,

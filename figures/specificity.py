@@ -10,65 +10,52 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from figures import forest, style
+from figures import forest, page, style
 from figures.forest import Row
-from figures.locality import layout_name, panel_exclusions
 from figures.suffix import curve_handles, panel_numbers
 from kvnotes import effects
 from kvnotes.records import Effect, Instance, Record, Table
 
-GREEN = "#009E73"
 CURVES = {
     "top": ("best k, chosen on other scenarios", style.BLUE, "-", "o"),
     "in_sample": ("best k of the pair itself (in-sample)", style.VERMILLION, ":", "^"),
     "random": ("k others at random", style.GREY, "-", "s"),
-    "near": ("k others, matched on class as far as they go", GREEN, "--", "s"),
+    "near": ("k others, matched on class as far as they go", style.GREEN, "--", "s"),
 }
-DRAWS = {"random": style.GREY, "near": GREEN}
+DRAWS = {"random": style.GREY, "near": style.GREEN}
 CLASSES = {"cross-fitted": style.BLUE, "in-sample": style.VERMILLION, "8 at random": style.GREY}
 
 
 def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
     """A figure for each record, by its name; one a layout where it measured several."""
-    drawn: dict[str, Figure] = {}
-    for name, record in records.items():
-        layouts = effects.layouts(record.instances) or [record.layout]
-        for layout in layouts:
-            drawn[name if len(layouts) == 1 else f"{name}-{layout}"] = _draw_one(record, layout, of=len(layouts))
-    return drawn
+    return page.by_layout(records, _draw_one)
 
 
-def _draw_one(record: Record, layout: str, *, of: int) -> Figure:
+def _draw_one(record: Record, layout: str) -> Figure:
     found = forest.by_name(record.summary.effects, layout)
     gated = {name: one for (name, passed), one in found.items() if passed}
-    heading = f"Are the best positions special? {record.model.name}, {layout_name(layout)}"
+    heading = f"Are the best positions special? {record.model.name}, {page.layout_name(layout)}"
     if "notes_only" not in gated or gated["notes_only"].estimate is None:
-        figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-        panel_exclusions(figure.subplots(), record)
-        return _finish(figure, record, heading=heading, handles=[])
-    suffix = "" if of == 1 else f", {layout}"
+        return page.exclusions(record, heading=heading)
+    suffix = f", {layout}" if len(effects.layouts(record.instances)) > 1 else ""
     figure = Figure(figsize=(13.0, 8.6), dpi=style.DPI, layout="constrained")
     (eight, numbers), (draws, classes) = figure.subplots(2, 2, width_ratios=(1.15, 1))
     panel_eight(eight, found)
     panel_numbers(numbers, gated, CURVES, letter="b")
     panel_draws(draws, [o for o in record.instances if o.layout == layout and o.status == "included"], gated)
     panel_classes(classes, record.summary.tables[f"classes of the best 8{suffix}"])
-    return _finish(figure, record, heading=heading, handles=_handles())
+    return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=4)
 
 
-def _finish(figure: Figure, record: Record, *, heading: str, handles: Sequence[Artist]) -> Figure:
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record)]
-    if handles:
-        lines += [
-            "Target's cells copied into base. Random positions are never among the cross-fitted best k. As far as they "
-            "go: where a class has too few others, all of them and then positions of classes that the best k lack. "
-            "= 0, = 1: equivalent within the margin; \N{NOT EQUAL TO}: different by more than it. p: sets drawn anew "
-            "for each scenario, BH over k.",
-            f"Open marks: {style.published()['source']}; other models, in-sample, approximate, no interval given.",
-        ]
-    style.add_footer(figure, handles=handles, columns=4, lines=lines)
-    return figure
+def _lines() -> list[str]:
+    """What the caption says beside the record's own."""
+    return [
+        "Target's cells copied into base. Random positions are never among the cross-fitted best k. As far as they "
+        "go: where a class has too few others, all of them and then positions of classes that the best k lack. "
+        "= 0, = 1: equivalent within the margin; \N{NOT EQUAL TO}: different by more than it. p: sets drawn anew "
+        "for each scenario, BH over k.",
+        f"Open marks: {style.published()['source']}; other models, in-sample, approximate, no interval given.",
+    ]
 
 
 # --- panels -------------------------------------------------------------------------------------------------
@@ -98,8 +85,8 @@ def eight_rows() -> list[Row]:
             ranges=ranges,
         ),
         Row(effect="random_8", label="8 others at random\n(control)", colour=style.GREY, ranges=random),
-        Row(effect="near_8", label="8 others, on class as\nfar as they go (control)", colour=GREEN),
-        Row(effect="matched_8", label="8 others, matched on\nclass (control)", colour=GREEN),
+        Row(effect="near_8", label="8 others, on class as\nfar as they go (control)", colour=style.GREEN),
+        Row(effect="matched_8", label="8 others, matched on\nclass (control)", colour=style.GREEN),
         Row(effect="notes_only", label="all notes", colour=style.INK),
     ]
 

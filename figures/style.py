@@ -22,7 +22,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from kvnotes.records import Record, write_atomically
 
 # Okabe and Ito's palette, told apart with every common colour blindness.
-VERMILLION, BLUE = "#D55E00", "#0072B2"
+VERMILLION, BLUE, GREEN = "#D55E00", "#0072B2", "#009E73"
 INK, GREY, PALE, BAND = "#222222", "#6B6B6B", "#D0D0D0", "#F5F5F5"
 DPI = 150
 _CAPTION_SIZE, _LINE_SPACING = 7.5, 1.35

@@ -16,15 +16,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from figures import style
-from figures.locality import layout_name, panel_exclusions
+from figures import page, style
 from kvnotes import effects, select
 from kvnotes.records import Effect, Instance, Record, Table
 
-GREEN = "#009E73"
 CURVES = {
     "top": ("best k, chosen on other scenarios", style.BLUE, "-", "o"),
-    "both": ("the same, chosen with leave-one-out", GREEN, "--", "v"),
+    "both": ("the same, chosen with leave-one-out", style.GREEN, "--", "v"),
     "in_sample": ("best k of the pair itself (in-sample)", style.VERMILLION, ":", "^"),
     "random": ("k at random, none of the best k", style.GREY, "-", "s"),
 }
@@ -40,22 +38,16 @@ RECOVERY = "recovery R"
 
 def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
     """A figure for each record, by its name; one a layout where it measured several."""
-    drawn: dict[str, Figure] = {}
-    for name, record in records.items():
-        layouts = effects.layouts(record.instances) or [record.layout]
-        for layout in layouts:
-            drawn[name if len(layouts) == 1 else f"{name}-{layout}"] = _draw_one(record, layout, of=len(layouts))
-    return drawn
+    return page.by_layout(records, _draw_one)
 
 
-def _draw_one(record: Record, layout: str, *, of: int) -> Figure:
+def _draw_one(record: Record, layout: str) -> Figure:
     found = {one.name: one for one in record.summary.effects if one.gated and one.layout == layout}
-    heading = f"Where the notes are: {record.model.name}, {layout_name(layout)}"
+    heading = f"Where the notes are: {record.model.name}, {page.layout_name(layout)}"
     if "notes_only" not in found or found["notes_only"].estimate is None:
-        figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-        panel_exclusions(figure.subplots(), record)
-        return _finish(figure, record, heading=heading, handles=[])
-    tables = {name: record.summary.tables[name if of == 1 else f"{name}, {layout}"] for name in TABLES}
+        return page.exclusions(record, heading=heading)
+    several = len(effects.layouts(record.instances)) > 1
+    tables = {name: record.summary.tables[f"{name}, {layout}" if several else name] for name in TABLES}
     figure = Figure(figsize=(12.6, 9.6), dpi=style.DPI, layout="constrained")
     grid = figure.add_gridspec(2, 6, height_ratios=(1, 1.15))
     panel_numbers(figure.add_subplot(grid[0, :3]), found, CURVES, letter="a")
@@ -66,24 +58,20 @@ def _draw_one(record: Record, layout: str, *, of: int) -> Figure:
     shown = Table(columns=tables["by slot"].columns, rows=rows)
     panel_places(slots, shown, title=f"the {len(rows)} strongest slots", letter="d")
     panel_map(figure.add_subplot(grid[1, 4:], sharey=slots), record, layout=layout, slots=[str(row[0]) for row in rows])
-    return _finish(figure, record, heading=heading, handles=_handles())
+    return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=5)
+
+
+def _lines() -> list[str]:
+    """What the caption says beside the record's own."""
+    return [
+        "Target's cells copied into base, over the pairs that pass the gate. A slot is a span and an index in it. "
+        "Lost: what notes-only loses when these cells stay base's. Choices are cross-fitted unless in-sample. "
+        "Panel e: single (layer, slot) cells, which are few of a slot's and need not sum to it.",
+        f"Open boxes: {style.published()['source']}; other models, eight positions, in-sample, no interval given.",
+    ]
 
 
 TABLES = ("by slot", "by class", "by layer")
-
-
-def _finish(figure: Figure, record: Record, *, heading: str, handles: Sequence[Artist]) -> Figure:
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record)]
-    if handles:
-        lines += [
-            "Target's cells copied into base, over the pairs that pass the gate. A slot is a span and an index in it. "
-            "Lost: what notes-only loses when these cells stay base's. Choices are cross-fitted unless in-sample. "
-            "Panel e: single (layer, slot) cells, which are few of a slot's and need not sum to it.",
-            f"Open boxes: {style.published()['source']}; other models, eight positions, in-sample, no interval given.",
-        ]
-    style.add_footer(figure, handles=handles, columns=5, lines=lines)
-    return figure
 
 
 # --- panels -------------------------------------------------------------------------------------------------

@@ -16,17 +16,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from figures import forest, style
-from figures.locality import layout_name, panel_exclusions
-from kvnotes import effects
+from figures import forest, page, style
 from kvnotes.records import Effect, Record, Table
 
-GREEN = "#009E73"
 PLACES = {"aggregator": ("at the aggregator", style.VERMILLION), "decision": ("at the decision", style.BLUE)}
 CURVES = {
     "notes up to": ("notes transplanted up to it", style.BLUE, "<"),
     "notes from": ("notes transplanted from it on", style.VERMILLION, ">"),
-    "kept, notes blocked from": ("gap kept, notes blocked from it on", GREEN, "o"),
+    "kept, notes blocked from": ("gap kept, notes blocked from it on", style.GREEN, "o"),
 }
 DEPTHS = {
     "write_depth": ("conclusion, aggregator", style.VERMILLION),
@@ -35,7 +32,7 @@ DEPTHS = {
     "rule_read_onset": ("rule, decision: onset", style.BLUE),
     "commit_depth": ("commit: lens, decision", style.INK),
     "transplant_depth": ("half of the notes given up to", style.BLUE),
-    "block_depth": ("half of the notes seen up to", GREEN),
+    "block_depth": ("half of the notes seen up to", style.GREEN),
 }
 LABELS = {"conclusion": "a probe for permit or restrict", "rule": "a probe for the first or second rule"}
 MARKERS = ("D", "s", "^")
@@ -43,21 +40,14 @@ MARKERS = ("D", "s", "^")
 
 def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
     """A figure for each record, by its name; one a layout where it measured several."""
-    drawn: dict[str, Figure] = {}
-    for name, record in records.items():
-        layouts = effects.layouts(record.instances) or [record.layout]
-        for layout in layouts:
-            drawn[name if len(layouts) == 1 else f"{name}-{layout}"] = _draw_one(record, layout)
-    return drawn
+    return page.by_layout(records, _draw_one)
 
 
 def _draw_one(record: Record, layout: str) -> Figure:
-    title_ = f"When it is written and when it is read: {record.model.name}, {layout_name(layout)}"
+    heading = f"When it is written and when it is read: {record.model.name}, {page.layout_name(layout)}"
     tables = record.summary.tables
     if f"{layout}: notes up to" not in tables:
-        figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-        panel_exclusions(figure.subplots(), record)
-        return _finish(figure, record, title=title_, handles=[])
+        return page.exclusions(record, heading=heading)
     found = forest.by_name(record.summary.effects, layout)
     figure = Figure(figsize=(13.2, 7.6), dpi=style.DPI, layout="constrained")
     above, below = figure.add_gridspec(2, 1)
@@ -69,7 +59,16 @@ def _draw_one(record: Record, layout: str) -> Figure:
     panel_lens(figure.add_subplot(top[2]), tables[f"{layout}: lens, share of the gap"])
     panel_twins(figure.add_subplot(bottom[0]), {name: tables[f"{layout}: {name}"] for name in CURVES})
     panel_depths(figure.add_subplot(bottom[1]), found, layers=record.model.layers)
-    return _finish(figure, record, title=title_, handles=_handles())
+    return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=5)
+
+
+def _lines() -> list[str]:
+    """What the caption says beside the record's own."""
+    return [
+        "a, b: filled where a ridge probe's AUC is above its permutation null (whole scenarios change labels). "
+        "Bands are each layer's intervals. e: in numbers, the layer after which it holds to the last.",
+        f"Open markers: {style.published()['source']}; other models, approximate, no interval given.",
+    ]
 
 
 # --- panels -------------------------------------------------------------------------------------------------
@@ -233,16 +232,3 @@ def _handles() -> list[Artist]:
 
 def _published_models() -> list[tuple[str, Any]]:
     return list(style.published().get("timing", {}).get("write_depth", {}).items())
-
-
-def _finish(figure: Figure, record: Record, *, title: str, handles: Sequence[Artist]) -> Figure:
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record)]
-    if handles:
-        lines += [
-            "a, b: filled where a ridge probe's AUC is above its permutation null (whole scenarios change labels). "
-            "Bands are each layer's intervals. e: in numbers, the layer after which it holds to the last.",
-            f"Open markers: {style.published()['source']}; other models, approximate, no interval given.",
-        ]
-    style.add_footer(figure, handles=handles, columns=5, lines=lines)
-    return figure

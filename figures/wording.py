@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from figures import forest, style
+from figures import forest, page, style
 from figures.forest import Row
-from figures.locality import layout_name, panel_exclusions
 from kvnotes.records import Effect, Record
 
 Effects = Mapping[tuple[str, bool], Effect]
@@ -35,41 +34,30 @@ def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
 
 
 def _draw_one(record: Record) -> Figure:
+    heading = f"What a correction over a stale cache must say: {record.model.name}, {page.layout_name(record.layout)}"
     reported = {one.layout for one in record.summary.effects if one.gated and one.estimate is not None}
     layouts = [layout for layout in dict.fromkeys(one.layout for one in record.instances) if layout in reported]
     if not layouts:
-        return _draw_exclusions(record)
+        return page.exclusions(record, heading=heading)
     figure = Figure(figsize=(15.5, 5.2 * len(layouts) + 0.4), dpi=style.DPI)
     grid = figure.subplots(len(layouts), 3, squeeze=False)
     for (left, middle, right), layout in zip(grid, layouts, strict=True):
         effects = forest.by_name(record.summary.effects, layout)
-        title = f"{layout_name(layout)}: of the two actions" if len(layouts) > 1 else "right action, of the two"
+        title = f"{page.layout_name(layout)}: of the two actions" if len(layouts) > 1 else "right action, of the two"
         panel_probability(left, effects, measure="p_two", letter="a", title=title)
         panel_probability(middle, effects, measure="p_full", letter="b", title="right action, of all tokens")
         panel_recovery(right, effects)
-    _finish(figure, record, handles=_handles())
-    return figure
+    return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=7)
 
 
-def _draw_exclusions(record: Record) -> Figure:
-    figure = Figure(figsize=(9.0, 1.6 + 0.36 * len(record.inclusion.excluded)), dpi=style.DPI)
-    panel_exclusions(figure.subplots(), record)
-    _finish(figure, record, handles=[])
-    return figure
-
-
-def _finish(figure: Figure, record: Record, *, handles: Sequence[Artist]) -> None:
-    heading = f"What a correction over a stale cache must say: {record.model.name}, {layout_name(record.layout)}"
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    lines = [style.caption(record)]
-    if handles:
-        lines += [
-            "The right action is the target's; everything before the correction is the base run's own cache. = 0: "
-            "equivalent within the margin.",
-            f"Open markers: {style.published()['source']}; its P(safe), where the right action is always the safe one; "
-            "other models and prompts, approximate values, no interval given.",
-        ]
-    style.add_footer(figure, handles=handles, columns=7, lines=lines)
+def _lines() -> list[str]:
+    """What the caption says beside the record's own."""
+    return [
+        "The right action is the target's; everything before the correction is the base run's own cache. = 0: "
+        "equivalent within the margin.",
+        f"Open markers: {style.published()['source']}; its P(safe), where the right action is always the safe one; "
+        "other models and prompts, approximate values, no interval given.",
+    ]
 
 
 def panel_probability(ax: Axes, effects: Effects, *, measure: str, letter: str, title: str) -> None:

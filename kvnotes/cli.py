@@ -33,6 +33,18 @@ def show(record: RecordFile) -> None:
 
 
 @app.command()
+def overview(
+    results: Annotated[Path, typer.Option(help="folder of records")] = Path("results"),
+    model: Annotated[str | None, typer.Option(help="of this model alone")] = None,
+) -> None:
+    """Print a line a study and model: the newest record, what it includes, took and says."""
+    from kvnotes import weights
+
+    found, only = records.find(results), None if model is None else weights.run_name(model)
+    report.overview({name: one for name, one in found.items() if only in (None, one.model.name)}, report.console())
+
+
+@app.command()
 def diff(a: RecordFile, b: RecordFile) -> None:
     """Compare two records. Exits with 0 if they are equal, timings aside, 1 if they differ, 2 on an error."""
     difference = report.compare(records.read(a), records.read(b))

@@ -41,6 +41,28 @@ def fill(model: Any, pair: TokenPair) -> Donor:
     return Donor(pair=pair, states=states)
 
 
+class Lender:
+    """Prefills the instances that are asked for, and keeps the last `KEPT` of them: pairs of one fold ask for the
+    same ones."""
+
+    KEPT = 16
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._kept: dict[str, Donor] = {}  # in the order of use
+
+    def lend(self, pairs: Sequence[TokenPair]) -> list[Donor]:
+        """The pairs' states, in their order."""
+        return [self._one(pair) for pair in pairs]
+
+    def _one(self, pair: TokenPair) -> Donor:
+        name = pair.pair.id
+        self._kept[name] = found = self._kept.pop(name, None) or fill(self._model, pair)
+        if len(self._kept) > self.KEPT:
+            del self._kept[next(iter(self._kept))]
+        return found
+
+
 def shared_slots(own: TokenPair, other: TokenPair, positions: Sequence[int]) -> dict[int, int]:
     """Those of one's own `positions` whose slot the other has before its query block, each with its position there."""
     there = {slot: p for p, slot in enumerate(other.slots) if p < other.query[0]}

@@ -13,19 +13,19 @@ import torch
 from kvnotes.rows import Row
 
 
-def estimate(model: Any, tokens: int, *, budget: int) -> int:
+def estimate(model: Any, tokens: int, *, budget: int, lent: int) -> int:
     """Bytes beside the weights that a pair of `tokens` tokens takes at most.
 
-    Two states and one in the making; one layer's attention and MLP of a whole forward; the logits of a row; and a
+    Two states and one in the making, and two of each pair that is lent; one layer's attention and MLP of a whole forward; the logits of a row; and a
     batch of rows with the residuals that it starts from and is given.
     """
     size = torch.finfo(model.dtype).bits // 8
-    states = 3 * model.bytes_per_token() * tokens
+    states = (3 + 2 * lent) * model.bytes_per_token() * tokens
     # scores, softmax in float32, and its copy: of all heads at once where the attention is the model's own, else in
     # blocks, so that the masks are larger
     scores = 3 * (model.shape["heads"] if model.twin is None else 1) * tokens * tokens * max(size, 4)
     traces = 2 * model.shape["layers"] * model.shape["d_model"] * tokens * size
-    return states + scores + tokens * _per_token(model) + 4 * model.hf.config.vocab_size + traces + budget
+    return states + scores + tokens * model.widest_bytes + 4 * model.hf.config.vocab_size + traces + budget
 
 
 def row(model: Any, *, tokens: int, row: Row, cells: int, read: int) -> int:
@@ -35,7 +35,7 @@ def row(model: Any, *, tokens: int, row: Row, cells: int, read: int) -> int:
     places = [cells if edit.cells.positions is None else len(edit.cells.positions) for edit in row.edits]
     lines = sum(places) * model.shape["kv_heads"]
     # of a cell k, v, both in the order of the rows, and where it is
-    return tokens * _per_token(model) + lines * (model.shape["d_head"] * 4 * size + 48) + read * 4
+    return tokens * model.widest_bytes + lines * (model.shape["d_head"] * 4 * size + 48) + read * 4
 
 
 def batches(costs: Sequence[int], budget: int) -> Iterator[slice]:
@@ -50,14 +50,6 @@ def batches(costs: Sequence[int], budget: int) -> Iterator[slice]:
         held += cost
     if costs:
         yield slice(start, len(costs))
-
-
-def _per_token(model: Any) -> int:
-    """Bytes of a token's widest moment in a layer: residuals, queries and keys, the MLP's gate, up and product."""
-    config, size = model.hf.config, torch.finfo(model.dtype).bits // 8
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    z = model.shape["heads"] * model.shape["d_head"]
-    return (4 * config.hidden_size + 2 * max(z, config.hidden_size) + 3 * inner) * size
 
 
 def weights_bytes(files: Iterable[Path], *, stored: str, dtype: torch.dtype) -> int:

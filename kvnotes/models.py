@@ -73,9 +73,9 @@ class Model:
     noise_floor: float = 0.0
     checks: dict[str, Bounded] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def shape(self) -> dict[str, int]:
-        """Layers, query heads, KV heads and widths, from the model's own config."""
+        """Layers, query heads, KV heads and widths, from the model's own config (whose attributes are slow to read)."""
         c = self.hf.config
         kv_heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
         return {
@@ -105,6 +105,13 @@ class Model:
         """Bytes of K and V that one cached token takes."""
         s = self.shape
         return 2 * s["layers"] * s["kv_heads"] * s["d_head"] * torch.finfo(self.dtype).bits // 8
+
+    @cached_property
+    def widest_bytes(self) -> int:
+        """Bytes of a token's widest moment in a layer: residuals, queries and keys, the MLP's gate, up and product."""
+        width, z = self.shape["d_model"], self.shape["heads"] * self.shape["d_head"]
+        inner = getattr(self.hf.config, "intermediate_size", None) or 4 * width
+        return (4 * width + 2 * max(z, width) + 3 * inner) * torch.finfo(self.dtype).bits // 8
 
 
 @contextmanager

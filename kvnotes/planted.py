@@ -24,6 +24,7 @@ This module is light; the weights are made by `kvnotes.planted_weights`, importe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +127,11 @@ def _expected(
 
     `direct`: its own look-up alone; `write`: the write head at all notes.
     """
-    notes_only = 1 - field_only
+    notes_only, best = 1 - field_only, max(single)
     written = {"write_depth": WRITE_LAYER} if notes_only else {}
+    # where no note shows alone, single effects rank at random, and random sets may hold all notes
+    ranked = math.isclose(sum(single), notes_only)
+    eight = {"top_8": notes_only, "random_8": 0.0} if ranked else {}
     table = {
         "locality": {"field_only": field_only, "notes_only": notes_only, "full_downstream": 1.0},
         "suffix": {
@@ -136,10 +140,28 @@ def _expected(
             "other_positions": 0.0,
             "without_first_note": rest[0],
             "without_second_note": rest[1],
+            "top_1": best,
+            "both_2": notes_only,  # ranked by single effects and leave-one-out, which shows the notes of `and`
+            **({"random_8": 0.0} if ranked else {}),
         },
+        "specificity": eight,
+        # a note's mean over both conclusions, or no note, leaves the decision half way
+        "knockout": {
+            "resample_1": best,
+            "resample_all": notes_only,
+            "mean_1": best / 2,
+            "block_1": best / 2,
+            **({"random_resample_8": 0.0} if ranked else {}),
+        },
+        "linear": {"auc_decision": 1.0, "auc_aggregator": 1.0 if notes_only else 0.5},
         # In a polarity pair the trigger's cells hold value and action, as the field's cells hold the value.
-        "dissociation": {"trigger_only": field_only, "notes": notes_only, "same_conclusion": 0.0},
-        "injection": {"full_notes": notes_only, "follow_rate": float(notes_only > 0.5)},
+        "dissociation": {
+            "trigger_only": field_only,
+            "notes": notes_only,
+            "same_conclusion": 0.0,
+            "other_field": notes_only,
+        },
+        "injection": {"full_notes": notes_only, "follow_rate": float(notes_only > 0.5), **eight},
         "timing": {"commit_depth": READ_LAYER, **written},
         "heads": {
             "first_read": single[0],

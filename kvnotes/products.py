@@ -22,6 +22,9 @@ def _operator() -> Any | None:
 
 
 _ONEDNN = _operator()
+# Multiplications from which on a head's attention goes by oneDNN. It keeps code for every shape it has seen (a third
+# of a megabyte each), and sweeps over positions see hundreds of small ones.
+_LEAST = 2**23
 
 
 def by_onednn(*tensors: Tensor | None) -> bool:
@@ -48,7 +51,7 @@ def linear(
 def into(out: Float[Tensor, "b m n"], x: Float[Tensor, "b m k"], weights: Float[Tensor, "b n k"]) -> None:
     """Each x @ weight.T, put into `out`, which may be a part of a larger tensor. No gradient."""
     for place, one, weight in zip(out, x, weights, strict=True):
-        if by_onednn(one, weight):
+        if one.numel() * len(weight) >= _LEAST and by_onednn(one, weight):
             place.copy_(linear(one, weight))
         else:
             torch.mm(one, weight.T, out=place)

@@ -53,6 +53,24 @@ def show(record: Record, out: Console) -> None:
     out.print(Text(_provenance_line(record), style=DIM))
 
 
+def overview(records: Mapping[str, Record], out: Console) -> None:
+    """Print a line a study: the newest record of each study and model, what it includes, took and says."""
+    newest: dict[tuple[str, str], tuple[str, Record]] = {}
+    for name, record in sorted(records.items(), key=lambda item: item[1].provenance.created):
+        newest[record.model.name, record.study] = name, record
+    rows = [
+        (
+            name,
+            f"{record.inclusion.included} of {record.inclusion.generated}",
+            str(record.inclusion.scenarios),
+            f"{record.timings.total_s:.0f}",
+            record.summary.headline,
+        )
+        for _, (name, record) in sorted(newest.items())
+    ]
+    out.print(_plain_table("The studies' newest records", ("record", "pairs", "scenarios", "s", "result"), rows))
+
+
 def _facts(record: Record) -> Table:
     model, inclusion = record.model, record.inclusion
     grid = Table.grid(padding=(0, 2))

@@ -49,6 +49,7 @@ from kvnotes.resume import Finished, ResumeFile
 if TYPE_CHECKING:
     import numpy as np
 
+    from kvnotes.donors import Lender
     from kvnotes.models import Model
     from kvnotes.sweep import Trial
 
@@ -100,6 +101,7 @@ class Pass:
     pairs: Mapping[str, TokenPair]
     arguments: tuple[Any, ...] = ()
     before: Mapping[str, Finished] = field(default_factory=dict)
+    lender: Lender | None = None  # of a study that borrows cells
 
     @property
     def is_last(self) -> bool:
@@ -169,7 +171,9 @@ def measure_all(study: Study, model: Model, pairs: list[Pair]) -> Measured:
     tokenised = tokenise(model, pairs, query=study.config.query)
     _require_some(tokenised, study.config)
     usable = {one.pair.id: one for one in tokenised if isinstance(one, TokenPair)}
-    _require_memory(model, list(usable.values()), budget=study.config.memory * configs.MEGABYTE)
+    lender = _lender(study, model)
+    kept = 0 if lender is None else min(lender.KEPT, len(usable))
+    _require_memory(model, list(usable.values()), budget=study.config.memory * configs.MEGABYTE, lent=kept)
     plan: dict[str, Any] = {}
     if study.asks("prepare"):
         first = Pass(function="survey", file=resume_file(study, model, name="survey"), pairs=usable)
@@ -177,10 +181,10 @@ def measure_all(study: Study, model: Model, pairs: list[Pair]) -> Measured:
         plan = prepare(study, surveyed)
         file = resume_file(study, model, plan=plan)
         before = {done.instance.id: done for done in surveyed}
-        last = Pass(function="measure", file=file, pairs=usable, arguments=(plan,), before=before)
+        last = Pass(function="measure", file=file, pairs=usable, arguments=(plan,), before=before, lender=lender)
         passes = (first, last)
     else:
-        last = Pass(function="measure", file=resume_file(study, model), pairs=usable)
+        last = Pass(function="measure", file=resume_file(study, model), pairs=usable, lender=lender)
         passes = (last,)
     finished = run_pass(study, model, tokenised, last)
     files = tuple(one.file for one in passes)
@@ -277,7 +281,7 @@ def _measures(study: Study, trial: Trial, this: Pass, before: Finished | None) -
     """What the pass measures, with what the pass before it did. Raises RunError where it measures the same again."""
     runners = {"unedited", "full"}
     earlier = {} if before is None else {k: v for k, v in before.instance.measures.items() if k not in runners}
-    lent = _donors(study, trial, this) if this.is_last and study.asks("donors") else {}
+    lent = _donors(study, trial, this, this.lender) if this.lender is not None else {}
     made = getattr(study.module, this.function)(trial, study.config, *this.arguments, **lent)
     if twice := sorted(set(earlier) & set(made)):
         raise RunError(
@@ -286,13 +290,17 @@ def _measures(study: Study, trial: Trial, this: Pass, before: Finished | None) -
     return {**earlier, **made}
 
 
-def _donors(study: Study, trial: Trial, this: Pass) -> dict[str, Any]:
-    """The other instances that the study borrows from, prefilled, as the keyword that its `measure` takes."""
-    from kvnotes import donors
+def _lender(study: Study, model: Model) -> Lender | None:
+    """What prefills other instances, for a study that borrows from them."""
+    from kvnotes.donors import Lender
 
+    return Lender(model) if study.asks("donors") else None
+
+
+def _donors(study: Study, trial: Trial, this: Pass, lender: Lender) -> dict[str, Any]:
+    """The other instances that the study borrows from, prefilled, as the keyword that its `measure` takes."""
     plan = this.arguments[0] if this.arguments else {}
-    wanted = study.module.donors(trial.pair, this.pairs, plan)
-    return {"donors": [donors.fill(trial.model, one) for one in wanted]}
+    return {"donors": lender.lend(study.module.donors(trial.pair, this.pairs, plan))}
 
 
 def _collect(study: Study, trial: Trial, this: Pass) -> str:
@@ -504,12 +512,12 @@ def _require_some(tokenised: list[TokenPair | Skipped], config: RunConfig) -> No
     )
 
 
-def _require_memory(model: Model, pairs: list[TokenPair], *, budget: int) -> None:
+def _require_memory(model: Model, pairs: list[TokenPair], *, budget: int, lent: int) -> None:
     """Say what the run will hold at most, and stop before it starts where that is more than there is."""
     from kvnotes import memory
 
     longest = max(len(pair.base_ids) for pair in pairs)
-    need, free = memory.estimate(model, longest, budget=budget), memory.available(model.device)
+    need, free = memory.estimate(model, longest, budget=budget, lent=lent), memory.available(model.device)
     console.print(f"{len(pairs)} pairs of at most {longest} tokens; at most {need / 1e9:.1f} GB beside the weights")
     if need > free:
         raise RunError(

@@ -32,6 +32,19 @@ def test_a_donor_holds_what_a_trial_holds(kind, tmp_path):
         assert made.states[name].deviation(state, start=0, stop=state.length) < 1e-5
 
 
+def test_a_lender_keeps_the_last_that_were_asked_for(monkeypatch):
+    filled = []
+    monkeypatch.setattr(donors, "fill", lambda model, pair: filled.append(pair.pair.id) or pair.pair.id)
+    monkeypatch.setattr(donors.Lender, "KEPT", 2)
+    one, two, three = (replace(tokens(), pair=replace(tokens().pair, id=name)) for name in "abc")
+    lender = donors.Lender(None)
+    assert lender.lend([one, two]) == ["a", "b"]
+    assert lender.lend([one]) == ["a"]
+    assert filled == ["a", "b"]
+    assert lender.lend([three, two]) == ["c", "b"]  # b was used longest ago, so c took its place
+    assert filled == ["a", "b", "c", "b"]
+
+
 def test_slots_are_matched_by_name_and_never_reach_the_query():
     # 10 ; 11 what 12 to 13 do 14 answer 15 :  and  10 ; 11 rule 12 calm 13 what 14 to 15 do 16 answer 17 :
     own, other = tokens(), longer()

@@ -181,3 +181,35 @@ def test_help_answers_within_a_second() -> None:
         assert command("--help").returncode == 0
         times.append(time.perf_counter() - started)
     assert min(times) < 1
+
+
+# --- overview -----------------------------------------------------------------------------------------------
+
+
+def test_an_overview_has_the_newest_record_of_each_study_and_model(tmp_path: Path) -> None:
+    def put(model: str, study: str, stem: str, *, created: str, headline: str) -> None:
+        made = make_record()
+        made = made.model_copy(
+            update={
+                "study": study,
+                "model": made.model.model_copy(update={"name": model}),
+                "provenance": made.provenance.model_copy(update={"created": created}),
+                "summary": made.summary.model_copy(update={"headline": headline}),
+            }
+        )
+        records.write(made, tmp_path / model / study / f"{stem}.json")
+
+    put("one", "suffix", "table", created="2026-01-01T00:00:00+00:00", headline="older")
+    put("one", "suffix", "prose", created="2026-01-02T00:00:00+00:00", headline="newer")
+    put("one", "timing", "table", created="2026-01-01T00:00:00+00:00", headline="another study")
+    put("two", "suffix", "table", created="2026-01-03T00:00:00+00:00", headline="another model")
+    code, output = run("overview", "--results", str(tmp_path))
+    assert code == 0
+    assert line(output, "one/suffix").startswith("one/suffix/prose 4 of 7 2 ")
+    assert "newer" in output
+    assert "older" not in output
+    assert "another study" in output
+    assert "another model" in output
+    code, output = run("overview", "--results", str(tmp_path), "--model", "two")
+    assert "another model" in output
+    assert "newer" not in output
