@@ -16,8 +16,8 @@ from kvnotes.rows import Row
 def estimate(model: Any, tokens: int, *, budget: int, lent: int) -> int:
     """Bytes beside the weights that a pair of `tokens` tokens takes at most.
 
-    Two states and one in the making, and two of each pair that is lent; one layer's attention and MLP of a whole forward; the logits of a row; and a
-    batch of rows with the residuals that it starts from and is given.
+    Two states and one in the making, and two of each pair that is lent; one layer's attention and MLP of a whole
+    forward; the logits of a row; and a batch of rows with the residuals that it starts from and is given.
     """
     size = torch.finfo(model.dtype).bits // 8
     states = (3 + 2 * lent) * model.bytes_per_token() * tokens

@@ -110,7 +110,7 @@ def condense(
 ) -> dict[str, np.ndarray]:
     """The arrays by slot class, in the space that their rows span: of all prompts of a layout for `residuals.<class>`
     and `randomised.<class>`, [pair, arm, layer, column]; of all versions of a 2x2 for `inside.<class>`, [pair, seed *
-    arm, layer, column]."""
+    arm, layer, column]. In half precision, which no regularised probe feels and halves tens of megabytes."""
     layouts, groups = (probing.parts([getattr(one, name) for one in instances]) for name in ("layout", "group"))
     pairs, seeds, arms, *cells = arrays["residuals"].shape
     every = arrays["residuals"].reshape(pairs, seeds * arms, *cells)
@@ -119,10 +119,17 @@ def condense(
         asked["randomised"] = (arrays["randomised"], layouts)
     present = [name for name in CLASSES if any(name in one.measures["classes"] for one in instances)]
     return {
-        f"{what}.{name}": probing.condensed(x[:, :, CLASSES.index(name)], among)
+        f"{what}.{name}": _half(probing.condensed(x[:, :, CLASSES.index(name)], among))
         for what, (x, among) in asked.items()
         for name in present
     }
+
+
+def _half(x: np.ndarray) -> np.ndarray:
+    """Half precision, where no number is too large for it."""
+    import numpy as np
+
+    return x.astype(np.float16) if np.nanmax(np.abs(x), initial=0.0) < np.finfo(np.float16).max else x
 
 
 # --- summary ----------------------------------------------------------------------------------------------
@@ -139,6 +146,9 @@ def summarise(
 
     Only whole 2x2 designs count: with one pair alone, the conclusion is the rule's wording.
     """
+    import numpy as np
+
+    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
     measured = [one for one in instances if one.status != "skipped"]
     place = {one.id: at for at, one in enumerate(measured)}
     found: list[Effect] = []
