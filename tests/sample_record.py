@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from kvnotes.records import (
     Bounded,
@@ -33,6 +33,41 @@ LABELS = {
 }
 CONTROLS = ("full_downstream",)
 HALF_WIDTH = 0.08  # of every interval but the identity's
+
+
+def measured(
+    name: str, *, base: float, target: float, measures: Mapping[str, Any], passed: bool = True, **more: Any
+) -> Instance:
+    """An instance of layout `l`, alone in its scenario, with these margins and measures; `more` sets other fields."""
+    gate = Gate(
+        base_margin=base,
+        target_margin=target,
+        gap=target - base,
+        base_correct=base < 0,
+        target_correct=target > 0,
+        base_argmax_correct=True,
+        target_argmax_correct=True,
+        passed=passed,
+    )
+    made = Instance(
+        id=name,
+        scenario=name,
+        domain="d",
+        layout="l",
+        kind="field",
+        group=name,
+        seed=0,
+        balance={},
+        status="included" if passed else "incompetent",
+        reason=None if passed else "gate",
+        tokens=None,
+        spans={},
+        gate=gate,
+        measures=dict(measures),
+        hooks={},
+        seconds=0.0,
+    )
+    return made.model_copy(update=more)
 
 
 def make_record(

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from sample_record import make_record
+from sample_record import make_record, measured
 
 from kvnotes import config as configs
 from kvnotes import donors, effects, models, runner
 from kvnotes.config import RunConfig
 from kvnotes.instance import Arm, Pair, Piece, TokenPair
 from kvnotes.planted import PLANTED
-from kvnotes.records import Gate, Instance
+from kvnotes.records import Instance
 from kvnotes.sweep import Trial
 from probes import dissociation
 from tests import tiny
@@ -147,37 +147,10 @@ def test_the_fields_cells_are_never_lent():
 
 def instance(name: str, *, trigger: float, notes: float, same: float | None = None, passed: bool = True) -> Instance:
     """Base is -1, target 3."""
-    gate = Gate(
-        base_margin=-1.0,
-        target_margin=3.0,
-        gap=4.0,
-        base_correct=True,
-        target_correct=True,
-        base_argmax_correct=True,
-        target_argmax_correct=True,
-        passed=passed,
-    )
     margins = {"trigger_only": trigger, "notes": notes, "both": 3.0}
     margins |= {"target_trigger_from_base": notes, "target_notes_from_base": trigger}
     margins |= {} if same is None else {"same_conclusion": same, "other_field": notes}
-    return Instance(
-        id=name,
-        scenario=name,
-        domain="d",
-        layout="l",
-        kind="polarity",
-        group=name,
-        seed=0,
-        balance={},
-        status="included" if passed else "incompetent",
-        reason=None if passed else "gate",
-        tokens=None,
-        spans={},
-        gate=gate,
-        measures={"margins": margins},
-        hooks={},
-        seconds=0.0,
-    )
+    return measured(name, base=-1.0, target=3.0, measures={"margins": margins}, passed=passed, kind="polarity")
 
 
 def test_summary_by_hand(tmp_path, monkeypatch):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from sample_record import make_record
+from sample_record import make_record, measured
 
 from kvnotes import config as configs
 from kvnotes import donors, effects, models, runner, select
 from kvnotes.instance import TokenPair
 from kvnotes.planted import PLANTED
-from kvnotes.records import Gate, Instance, Tokens
+from kvnotes.records import Instance, Tokens
 from kvnotes.sweep import Trial
 from probes import injection
 from tests import tiny
@@ -158,48 +158,32 @@ def instance(
     passed: bool = True,
 ) -> Instance:
     """Base is -1, target 3; four tokens: text, the field, two delimiters that are the notes, the query."""
-    gate = Gate(
-        base_margin=-1.0,
-        target_margin=3.0,
-        gap=4.0,
-        base_correct=True,
-        target_correct=True,
-        base_argmax_correct=True,
-        target_argmax_correct=True,
-        passed=passed,
-    )
     margins = {"full_notes": ranked[-1], "full_notes_back": own[0] - 2}
     lent = {}
     if foreign is not None:
         lent = {name: [0.0, margin, 1.5, 0.0] for name, margin in zip(injection.FOREIGN, foreign * 2, strict=True)}
         margins |= dict(zip(injection.FOREIGN, foreign * 2, strict=True))
-    return Instance(
-        id=name,
+    measures = {
+        "base permits": True,
+        "singles": list(singles),
+        "ranked": list(ranked),
+        "own": list(own),
+        "random": {str(k): list(random) if k == 1 else [] for k in COUNTS},
+        "margins": margins,
+        "logits of both pairs' actions": lent,
+    }
+    return measured(
+        name,
+        base=-1.0,
+        target=3.0,
+        measures=measures,
+        passed=passed,
         scenario=name.split("/", maxsplit=1)[0],
-        domain="d",
-        layout="l",
-        kind="field",
-        group=name,
-        seed=0,
         balance={"rows": rows},
-        status="included" if passed else "incompetent",
-        reason=None if passed else "gate",
         tokens=Tokens(
             base=(0,) * 5, target=(0,) * 5, changed=(1,), query=(4,), base_action=words[0], target_action=words[1]
         ),
         spans={"text": ((0, 1),), "field": ((1, 2),), "delimiter": ((2, 4),), "answer_prefix": ((4, 5),)},
-        gate=gate,
-        measures={
-            "base permits": True,
-            "singles": list(singles),
-            "ranked": list(ranked),
-            "own": list(own),
-            "random": {str(k): list(random) if k == 1 else [] for k in COUNTS},
-            "margins": margins,
-            "logits of both pairs' actions": lent,
-        },
-        hooks={},
-        seconds=0.0,
     )
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from sample_record import measured
 
 from figures import knockout as figure
 from kvnotes import config as configs
 from kvnotes import effects, models, runner, select
 from kvnotes.donors import fill
-from kvnotes.records import Gate, Instance
+from kvnotes.records import Instance
 from kvnotes.sweep import Trial
 from probes import knockout
 from probes.knockout import Settings
@@ -234,34 +235,7 @@ def test_depth_curves_are_cut_within_the_model(layers, depths, expected):
 
 
 def instance(name: str, *, base: float, target: float, passed: bool = True, **margins) -> Instance:
-    gate = Gate(
-        base_margin=base,
-        target_margin=target,
-        gap=target - base,
-        base_correct=base < 0,
-        target_correct=target > 0,
-        base_argmax_correct=True,
-        target_argmax_correct=True,
-        passed=passed,
-    )
-    return Instance(
-        id=name,
-        scenario=name,
-        domain="d",
-        layout="l",
-        kind="field",
-        group=name,
-        seed=0,
-        balance={},
-        status="included" if passed else "incompetent",
-        reason=None if passed else "gate",
-        tokens=None,
-        spans={},
-        gate=gate,
-        measures=margins,
-        hooks={},
-        seconds=0.0,
-    )
+    return measured(name, base=base, target=target, measures=margins, passed=passed)
 
 
 def measures(*, one: float, two: float, every: float, drawn: tuple[float, float]) -> dict:

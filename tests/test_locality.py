@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from sample_record import measured
 
 from kvnotes import config as configs
 from kvnotes import effects, models, runner
 from kvnotes.config import RunConfig
 from kvnotes.planted import PLANTED
-from kvnotes.records import Gate, Instance
+from kvnotes.records import Instance
 from kvnotes.sweep import Trial
 from probes import locality
 from tests import tiny
@@ -67,35 +68,9 @@ def by_hand(plain, pair, into, donor, positions) -> float:
 
 
 def instance(name: str, *, base: float, target: float, field: float, notes: float, passed: bool = True) -> Instance:
-    gate = Gate(
-        base_margin=base,
-        target_margin=target,
-        gap=target - base,
-        base_correct=base < 0,
-        target_correct=target > 0,
-        base_argmax_correct=True,
-        target_argmax_correct=True,
-        passed=passed,
-    )
     margins = {"field_only": field, "notes_only": notes, "full_downstream": target}
-    return Instance(
-        id=name,
-        scenario=name,
-        domain="d",
-        layout="l",
-        kind="field",
-        group=name,
-        seed=0,
-        balance={},
-        status="included" if passed else "incompetent",
-        reason=None if passed else "gate",
-        tokens=None,
-        spans={},
-        gate=gate,
-        measures={"unedited": {"base": base, "target": target}, "margins": margins},
-        hooks={},
-        seconds=0.0,
-    )
+    measures = {"unedited": {"base": base, "target": target}, "margins": margins}
+    return measured(name, base=base, target=target, measures=measures, passed=passed)
 
 
 def test_summary_by_hand(tmp_path, monkeypatch):
