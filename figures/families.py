@@ -108,7 +108,8 @@ def cell(measure: Measure, found: Mapping[str, Record]) -> Cell:
     if effect is None:
         return Cell(why="not measured")
     if effect.estimate is None:
-        return Cell(why=f"{record.inclusion.included} of {record.inclusion.used} pairs pass the gate", n=effect.n)
+        gate = f"{record.inclusion.included} of {record.inclusion.used} pairs pass the gate"
+        return Cell(why=effect.warning or gate, n=effect.n)
     value, low, high = (_scaled(x, measure, record) for x in (effect.estimate, effect.low, effect.high))
     return Cell(value=value, low=low, high=high, n=effect.n, control=effect.control)
 

@@ -45,6 +45,7 @@ def linear(
         return torch.nn.functional.linear(x, weight, bias)
     # rows with gaps between them take the operator a thousandfold time
     dense = weight.is_contiguous() or weight.T.is_contiguous()
+    bias = None if bias is None else bias.contiguous()  # it reads a bias with gaps as if there were none
     return _ONEDNN(x, weight if dense else weight.contiguous(), bias, "none", [], "")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvnotes import effects
+from kvnotes import effects, probing
 from kvnotes.config import RunConfig
 from kvnotes.records import Effect, Instance, Measures, Summary
 from kvnotes.runner import main
@@ -92,7 +92,9 @@ def summarise(instances: Sequence[Instance], config: RunConfig, floor: float) ->
 
 def _effects(scope: effects.Scope) -> list[Effect]:
     trigger, notes, both, same, other = map(_moved, ("trigger_only", "notes", "both", "same_conclusion", "other_field"))
-    gap, squares = effects.gap, scope.having(lambda o: o.measures["margins"].get("same_conclusion"))
+    gap, whole = effects.gap, {one.id for one in (probing.complete(scope.rows) if scope.gated else scope.rows)}
+    # what a pair that fails the gate lends is not known to hold that conclusion
+    squares = scope.having(lambda o: o.measures["margins"].get("same_conclusion") if o.id in whole else None)
     return [
         scope.recovery("trigger_only", "trigger-only recovery", trigger, about=0.0),
         scope.recovery("notes", "notes recovery", notes, about=1.0),

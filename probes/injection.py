@@ -213,8 +213,16 @@ def _own(scope: effects.Scope) -> list[Effect]:
         made += _random(scope, k)
     return [
         *made,
-        scope.mean("smallest", "notes needed, ranked by the other fold", lambda o: smallest(o.measures["ranked"])),
-        scope.mean("smallest_in_sample", "notes needed, in-sample", lambda o: smallest(o.measures["own"])),
+        scope.mean(
+            "smallest",
+            "notes needed by the pairs that flip, ranked by the other fold",
+            lambda o: smallest(o.measures["ranked"]),
+        ),
+        scope.mean(
+            "smallest_in_sample",
+            "notes needed by the pairs that flip, in-sample",
+            lambda o: smallest(o.measures["own"]),
+        ),
     ]
 
 

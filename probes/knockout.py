@@ -342,9 +342,9 @@ def _flipping(scope: effects.Scope) -> Table:
 def _headline(found: Sequence[Effect]) -> str:
     def words(layout: str) -> str:
         read = {e.name: e for e in found if e.gated and e.layout == layout}
-        top = read.get(f"resample_{MOST}", read[f"resample_{ALL}"])
-        if top.estimate is None:
-            return f"{layout}: no drop ({top.warning})"
+        top = read.get(f"resample_{MOST}", read.get(f"resample_{ALL}"))
+        if top is None or top.estimate is None:
+            return f"{layout}: no drop ({'no pair passes the gate' if top is None else top.warning})"
         drawn, whole = read.get(f"random_resample_{MOST}"), read["area_resample"]
         at_random = "" if drawn is None else f", {drawn.estimate:.2f} at random"
         return (

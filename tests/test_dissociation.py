@@ -158,9 +158,10 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     rows = [
         instance("a", trigger=-1.0, notes=3.0, same=0.0),
         instance("b", trigger=1.0, notes=1.0, same=-1.0),
-        instance("c", trigger=-1.0, notes=-0.5),
+        instance("c", trigger=-1.0, notes=-0.5, same=3.0),
         instance("d", trigger=3.0, notes=3.0, passed=False),
     ]
+    rows = [one.model_copy(update={"group": design}) for one, design in zip(rows, "xxyy", strict=True)]
     found = {(e.name, e.gated): e for e in dissociation.summarise(rows, config(tmp_path), floor=1e-6).effects}
     assert found["trigger_only", True].estimate == pytest.approx(2 / 12)
     assert found["notes", True].estimate == pytest.approx((4 + 2 + 0.5) / 12)
@@ -170,7 +171,7 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     assert found["flips_notes", True].estimate == pytest.approx(2 / 3)
     assert found["flips_notes_back", True].estimate == pytest.approx(2 / 3)
     assert found["flips_both_ways", True].estimate == pytest.approx(1 / 3)
-    assert found["same_conclusion", True].estimate == pytest.approx(1 / 8)  # c was lent nothing
+    assert found["same_conclusion", True].estimate == pytest.approx(1 / 8)  # what lent to c fails the gate
     assert found["other_field", True].estimate == pytest.approx(6 / 8)
     assert found["same_conclusion", True].n == 2
     assert found["same_conclusion", True].control

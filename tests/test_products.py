@@ -28,6 +28,11 @@ def test_weights_with_gaps_between_their_rows() -> None:
     assert torch.allclose(products.linear(wide[:, 1], x), wide[:, 1].contiguous() @ x.T, atol=1e-4)
 
 
+def test_a_bias_with_gaps() -> None:
+    x, weight, bias = torch.randn(5, 64), torch.randn(7, 64), torch.randn(14)[::2]
+    assert torch.allclose(products.linear(x, weight, bias), x @ weight.T + bias, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_into_a_part_of_a_larger_tensor(dtype: torch.dtype) -> None:
     x, weights = torch.randn(2, 5, 8, dtype=dtype), torch.randn(2, 8, 3, dtype=dtype)
