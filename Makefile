@@ -82,7 +82,7 @@ show: $(READY) ## print a record: R=results/<model>/<study>/<layout>.json
 	@test -n $(call quote,$(R)) || { echo "error: name a record: make show R=results/<model>/<study>/<layout>.json" >&2; exit 2; }
 	$(PY) -m kvnotes.cli show $(call quote,$(R))
 
-bench: $(READY) ## the engine beside TransformerLens and Hugging Face, 20 minutes; QUICK=1 takes about 4
+bench: $(READY) ## the engine beside TransformerLens and Hugging Face, 15 minutes; QUICK=1 is under 4
 	$(PY) -m bench $(if $(QUICK),--quick) $(call flag,MODEL,model) $(call flag,DEVICE,device) $(call flag,DTYPE,dtype) \
 	  $(if $(RESULTS),--out $(call quote,$(RESULTS)/bench))
 

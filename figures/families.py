@@ -251,9 +251,9 @@ def _finish(
     heading: str,
     measures: Sequence[Measure],
 ) -> None:
-    from figures import style
+    from figures import page, style
 
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+    page.head(figure, heading)
     wanted = {measure.study for measure in measures} | ({"specificity"} if measures is TABLE4 else set())
     lines = [_caption(model, found, wanted) for model, found in models.items()]
     lines += [

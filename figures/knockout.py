@@ -32,8 +32,7 @@ def draw(records: Mapping[str, Record]) -> dict[str, Figure]:
 
 def _draw_one(record: Record) -> Figure:
     heading = f"Notes removed from the target run: {record.model.name}, {page.layout_name(record.layout)}"
-    reported = {one.layout for one in record.summary.effects if one.gated and one.estimate is not None}
-    layouts = [layout for layout in dict.fromkeys(one.layout for one in record.instances) if layout in reported]
+    layouts = page.reported(record)
     if not layouts:
         return page.exclusions(record, heading=heading)
     figure = Figure(figsize=(15.5, 4.6 * len(layouts) + 0.4), dpi=style.DPI)

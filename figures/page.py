@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from figures import style
 from kvnotes import effects
-from kvnotes.records import Record
+from kvnotes.records import Record, Table
 
 FORMS = {
     "table": "routing table",
@@ -30,6 +30,18 @@ def by_layout(records: Mapping[str, Record], draw: Callable[[Record, str], Figur
         for layout in layouts:
             drawn[name if len(layouts) == 1 else f"{name}-{layout}"] = draw(record, layout)
     return drawn
+
+
+def reported(record: Record) -> list[str]:
+    """The layouts for which enough pairs passed the gate, in the order of the instances."""
+    found = {one.layout for one in record.summary.effects if one.gated and one.estimate is not None}
+    return [layout for layout in effects.layouts(record.instances) if layout in found]
+
+
+def table(record: Record, name: str, layout: str) -> Table:
+    """A layout's table: its name says the layout where the record measured several."""
+    several = len(effects.layouts(record.instances)) > 1
+    return record.summary.tables[f"{name}, {layout}" if several else name]
 
 
 def finish(

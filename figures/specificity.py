@@ -37,13 +37,12 @@ def _draw_one(record: Record, layout: str) -> Figure:
     heading = f"Are the best positions special? {record.model.name}, {page.layout_name(layout)}"
     if "notes_only" not in gated or gated["notes_only"].estimate is None:
         return page.exclusions(record, heading=heading)
-    suffix = f", {layout}" if len(effects.layouts(record.instances)) > 1 else ""
     figure = Figure(figsize=(13.0, 8.6), dpi=style.DPI, layout="constrained")
     (eight, numbers), (draws, classes) = figure.subplots(2, 2, width_ratios=(1.15, 1))
     panel_eight(eight, found)
     panel_numbers(numbers, gated, CURVES, letter="b")
     panel_draws(draws, [o for o in record.instances if o.layout == layout and o.status == "included"], gated)
-    panel_classes(classes, record.summary.tables[f"classes of the best 8{suffix}"])
+    panel_classes(classes, page.table(record, "classes of the best 8", layout))
     return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=4)
 
 

@@ -32,6 +32,7 @@ LAYERS = {
     "up to": ("all layers up to it", style.GREY, "<"),
     "from": ("all layers from it on", style.VERMILLION, ">"),
 }
+TABLES = ("by slot", "by class", "by layer")
 SLOTS = 12
 RECOVERY = "recovery R"
 
@@ -46,8 +47,7 @@ def _draw_one(record: Record, layout: str) -> Figure:
     heading = f"Where the notes are: {record.model.name}, {page.layout_name(layout)}"
     if "notes_only" not in found or found["notes_only"].estimate is None:
         return page.exclusions(record, heading=heading)
-    several = len(effects.layouts(record.instances)) > 1
-    tables = {name: record.summary.tables[f"{name}, {layout}" if several else name] for name in TABLES}
+    tables = {name: page.table(record, name, layout) for name in TABLES}
     figure = Figure(figsize=(12.6, 9.6), dpi=style.DPI, layout="constrained")
     grid = figure.add_gridspec(2, 6, height_ratios=(1, 1.15))
     panel_numbers(figure.add_subplot(grid[0, :3]), found, CURVES, letter="a")
@@ -69,9 +69,6 @@ def _lines() -> list[str]:
         "Panel e: single (layer, slot) cells, which are few of a slot's and need not sum to it.",
         f"Open boxes: {style.published()['source']}; other models, eight positions, in-sample, no interval given.",
     ]
-
-
-TABLES = ("by slot", "by class", "by layer")
 
 
 # --- panels -------------------------------------------------------------------------------------------------

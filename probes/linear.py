@@ -249,7 +249,8 @@ def _inside_effects(
         for tested in (0, 1):
             others = {one.group: groups[one.group][ruler] for one in known if fold[one.scenario] != tested}
             if others:
-                layer = max(range(len(_mean([*others.values()]))), key=_mean([*others.values()]).__getitem__)
+                mean = _mean([*others.values()])
+                layer = mean.index(max(mean))
                 here = [one for one in known if fold[one.scenario] == tested]
                 own |= {one.id: float(groups[one.group][task][layer]) for one in here}
     gain = {key: value - values["control"][key] for key, value in values["field"].items()}
