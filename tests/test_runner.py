@@ -144,7 +144,7 @@ def test_folders_of_one_name_do_not_share_records(tmp_path):
 
 def test_too_little_memory_stops_before_it_starts(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "estimate", lambda model, tokens, budget: 10**18)
+        patch.setattr(memory, "estimate", lambda model, tokens, budget, lent: 10**18)
         with pytest.raises(runner.RunError, match="are free; use a smaller LENGTH="):
             runner.execute(locality, config(tmp_path))
     monkeypatch.setattr(memory, "available", lambda device: 1000)
