@@ -72,13 +72,14 @@ def _draw_one(record: Record, layout: str) -> Figure:
         ax.set_ylabel("" if at % ACROSS else "AUC, held-out scenarios")
         ax.set_xlabel("after layer" if at + ACROSS >= len(names) else "")
     panel_inside(figure.add_subplot(grid[rows, :]), names, found)
-    return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=4)
+    return page.finish(figure, [record], heading=heading, lines=_lines(found), handles=_handles(), columns=4)
 
 
-def _lines() -> list[str]:
+def _lines(found: Mapping[tuple[str, bool], Effect]) -> list[str]:
     """What the caption says beside the record's own."""
     return [
-        "One vector a prompt: the last token of each class. Titles: AUC at the layer that the other fold chose, of "
+        page.designs(found, "auc_decision")
+        + "One vector a prompt: the last token of each class. Titles: AUC at the layer that the other fold chose, of "
         "permit or restrict / of the first or second rule. "
         "The majority label is right in half of the prompts by design. Bands are each layer's intervals.",
         f"Open markers: {style.published()['source']}; other models, as a share of the layers, approximate.",

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from figures import style
 from kvnotes import effects
-from kvnotes.records import Record, Table
+from kvnotes.records import Effect, Record, Table
 
 FORMS = {
     "table": "routing table",
@@ -63,6 +63,12 @@ def finish(
 def head(figure: Figure, heading: str) -> None:
     """The heading above the panels."""
     figure.suptitle(heading, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+
+
+def designs(found: Mapping[tuple[str, bool], Effect], effect: str) -> str:
+    """What the caption says of an effect that only whole 2x2 designs have, which are fewer than the included pairs."""
+    one = found.get((effect, True))
+    return "" if one is None else f"Probes: the {one.n} included pairs of whole 2x2 designs, {one.clusters} scenarios. "
 
 
 def exclusions(record: Record, *, heading: str) -> Figure:

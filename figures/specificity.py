@@ -51,8 +51,8 @@ def _lines() -> list[str]:
     return [
         "Target's cells copied into base. Random positions are never among the cross-fitted best k. As far as they "
         "go: where a class has too few others, all of them and then positions of classes that the best k lack. "
-        "= 0, = 1: equivalent within the margin; \N{NOT EQUAL TO}: different by more than it. p: sets drawn anew "
-        "for each scenario, BH over k.",
+        "= 0, = 1: equivalent within the margin; \N{NOT EQUAL TO}: different by more than it. Random sets of slots "
+        "are drawn once a fold, as the best are chosen; p: one set a fold, the best or any draw, BH over k.",
         f"Open marks: {style.published()['source']}; other models, in-sample, approximate, no interval given.",
     ]
 
@@ -110,12 +110,11 @@ def panel_draws(ax: Axes, rows: Sequence[Instance], gated: Mapping[str, Effect])
 
 
 def pooled(rows: Sequence[Instance], kind: str, k: int) -> list[float]:
-    """Recovery over all pairs by draw: the first draw of each, the second of each, and so on; a pair with fewer draws
+    """Recovery over all pairs by draw: the first draw of each fold, the second of each, and so on; a fold with fewer
     begins again with its first. Pairs without draws are left out."""
     drawn: list[tuple[Instance, list[float]]] = []
     for one in rows:
-        at = one.measures["ks"].index(k) if k in one.measures["ks"] else None
-        margins = [] if at is None else one.measures["drawn"][kind][at]
+        margins = one.measures["drawn"][kind].get(str(k), [])
         if margins:
             drawn.append((one, [effects.moved(one, margin) for margin in margins]))
     gaps = sum(effects.gap(one) for one, _ in drawn)

@@ -59,13 +59,14 @@ def _draw_one(record: Record, layout: str) -> Figure:
     panel_lens(figure.add_subplot(top[2]), tables[f"{layout}: lens, share of the gap"])
     panel_twins(figure.add_subplot(bottom[0]), {name: tables[f"{layout}: {name}"] for name in CURVES})
     panel_depths(figure.add_subplot(bottom[1]), found, layers=record.model.layers)
-    return page.finish(figure, [record], heading=heading, lines=_lines(), handles=_handles(), columns=5)
+    return page.finish(figure, [record], heading=heading, lines=_lines(found), handles=_handles(), columns=5)
 
 
-def _lines() -> list[str]:
+def _lines(found: Mapping[tuple[str, bool], Effect]) -> list[str]:
     """What the caption says beside the record's own."""
     return [
-        "a, b: filled where a ridge probe's AUC is above its permutation null (whole scenarios change labels). "
+        page.designs(found, "read_depth")
+        + "a, b: filled where a ridge probe's AUC is above its permutation null (whole scenarios change labels). "
         "Bands are each layer's intervals. e: in numbers, the layer after which it holds to the last.",
         f"Open markers: {style.published()['source']}; other models, approximate, no interval given.",
     ]

@@ -7,7 +7,7 @@ sum(margin - margin_base) / sum(margin_target - margin_base).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ class Scope:
     gated: bool
     config: RunConfig
     floor: float
+    partial: bool = False  # whether instances that lack a number were left out
 
     @property
     def rows(self) -> list[Instance]:
@@ -43,16 +44,22 @@ class Scope:
         self,
         name: str,
         label: str,
-        moved: Callable[[Instance], float],
+        moved: Callable[[Instance], float | None],
         *,
         about: float | None = None,
         control: bool = False,
     ) -> Effect:
-        """An effect in units of the gap: `moved` gives an instance's numerator in logits.
+        """An effect in units of the gap: `moved` gives an instance's numerator in logits, None for one that has none
+        and is left out.
 
         `about` asks for an equivalence test against that value, within config.equivalence. With too few scenarios, or
         where the gaps sum to nothing, the estimate is None and the warning says why.
         """
+        return self.having(moved)._recovery(name, label, _number(moved), about=about, control=control)
+
+    def _recovery(
+        self, name: str, label: str, moved: Callable[[Instance], float], *, about: float | None, control: bool
+    ) -> Effect:
         from kvnotes import stats
 
         rows = self.rows
@@ -87,17 +94,17 @@ class Scope:
         """
         from kvnotes import stats
 
-        scopes = {name: self.having(moved) for name, moved in members.items()}
-        found = [scopes[name].recovery(name, label(name), _number(moved)) for name, moved in members.items()]
+        found = [self.recovery(name, label(name), moved) for name, moved in members.items()]
         tested = [one.name for one in found if one.estimate is not None]
-        p = {name: scopes[name]._sign_flips(_number(members[name])) for name in tested}
+        p = {name: self.having(members[name])._sign_flips(_number(members[name])) for name in tested}
         adjusted = dict(zip(tested, stats.benjamini_hochberg(list(p.values())), strict=True)) if p else {}
         tests = {name: _corrected(float(value), of=len(tested)) for name, value in adjusted.items()}
         return [one.model_copy(update={"test": tests.get(one.name)}) for one in found]
 
     def having(self, value: Callable[[Instance], float | None]) -> Scope:
         """The same over the instances that have a value."""
-        return replace(self, instances=[one for one in self.rows if value(one) is not None])
+        found = [one for one in self.rows if value(one) is not None]
+        return self if len(found) == len(self.rows) else replace(self, instances=found, partial=True)
 
     def mean(
         self, name: str, label: str, value: Callable[[Instance], float | None], *, control: bool = False
@@ -113,27 +120,31 @@ class Scope:
         found = stats.interval(values, _scenarios(here.rows), level=c.level, resamples=c.resamples, seed=c.seed)
         return here._effect(name, label, found, control=control, mean_of_ratios=None, unresolved=False, test=None)
 
-    def draws_test(self, chosen: Callable[[Instance], float], drawn: Callable[[Instance], Sequence[float]]) -> float:
+    def draws_test(
+        self,
+        chosen: Callable[[Instance], float | None],
+        drawn: Callable[[Instance], Sequence[float]],
+        *,
+        group: Callable[[Instance], Hashable],
+    ) -> float | None:
         """How often random draws move as much as what was chosen: the p-value of "the chosen is a draw like any other".
 
-        Each scenario picks, again and again, what was chosen or one of its draws, all equally likely and the same one
-        for its pairs (a pair with fewer draws begins again with its first); the sums over scenarios are compared.
-        One-sided, p = (b + 1) / (resamples + 1). Instances without draws must not be among the rows.
+        What was chosen, and each draw, is one for a whole `group` of instances (the fold that it is tested on), which
+        therefore counts once however many scenarios it has: every group takes what was chosen or one of its draws, all
+        combinations equally likely, and the sums over groups are compared. One-sided and exact, at least one in all
+        combinations. None without instances; instances that lack the chosen or draws are left out.
+
+        Raises ValueError where two instances of a group have different numbers of draws.
         """
         import numpy as np
 
-        rng = np.random.default_rng(self.config.seed)
-        whole, picked = 0.0, np.zeros(self.config.resamples)
-        rows = {one.id: (chosen(one), drawn(one)) for one in self.rows}
-        for scenario in dict.fromkeys(_scenarios(self.rows)):
-            here = [rows[one.id] for one in self.rows if one.scenario == scenario]
-            ways = max(len(draws) for _, draws in here)
-            sums = [sum(draws[i % len(draws)] for _, draws in here) for i in range(ways)]
-            best = sum(value for value, _ in here)
-            whole += best
-            picked += np.array([best, *sums])[rng.integers(ways + 1, size=len(picked))]
-        enough = int((picked >= whole - 1e-9 * max(1.0, abs(whole))).sum())
-        return (1 + enough) / (1 + len(picked))
+        here = self.having(lambda one: chosen(one) if len(drawn(one)) else None)
+        value, sums = _number(chosen), np.zeros(1)
+        for name in dict.fromkeys(map(group, here.rows)):
+            own = [[value(one), *drawn(one)] for one in here.rows if group(one) == name]
+            sums = np.add.outer(sums, np.sum(own, axis=0)).ravel()  # the chosen of all groups is the first
+        whole = float(sums[0])
+        return float((sums >= whole - 1e-9 * max(1.0, abs(whole))).mean()) if here.rows else None
 
     def _sign_flips(self, moved: Callable[[Instance], float]) -> float:
         from kvnotes import stats
@@ -142,14 +153,18 @@ class Scope:
         values = [moved(one) for one in rows]
         return stats.sign_flip_test(values, _scenarios(rows), resamples=c.resamples, seed=c.seed).p
 
-    def share(self, name: str, label: str, holds: Callable[[Instance], bool]) -> Effect:
-        """The share of instances for which something holds, with an interval clustered by scenario."""
+    def share(
+        self, name: str, label: str, holds: Callable[[Instance], bool | None], *, control: bool = False
+    ) -> Effect:
+        """The share of instances for which something holds, of those for which it is known, with an interval clustered
+        by scenario."""
         from kvnotes import stats
 
-        rows, c = self.rows, self.config
-        if why := self._too_few():
-            return self._none(name, label, why)
-        hits = [float(holds(one)) for one in rows]
+        here, c = self.having(holds), self.config
+        rows = here.rows
+        if why := here._too_few():
+            return here._none(name, label, why, control=control)
+        hits = [float(bool(holds(one))) for one in rows]
         if len(set(hits)) == 1:  # no spread to resample: exact limits for as many trials as there are scenarios
             scenarios = len(set(_scenarios(rows)))
             exact = stats.clopper_pearson(int(hits[0]) * scenarios, scenarios, level=c.level)
@@ -157,7 +172,7 @@ class Scope:
         else:
             found = stats.interval(hits, _scenarios(rows), level=c.level, resamples=c.resamples, seed=c.seed)
         within = replace(found, low=clip(found.low), high=clip(found.high))  # t knows no bounds, a share has them
-        return self._effect(name, label, within, mean_of_ratios=None, unresolved=False, test=None)
+        return here._effect(name, label, within, control=control, mean_of_ratios=None, unresolved=False, test=None)
 
     def _too_few(self) -> str | None:
         """Why nothing can be said of these instances, or None. The intervals are tested down to six scenarios."""
@@ -166,6 +181,7 @@ class Scope:
         if found >= LEAST_SCENARIOS:
             return None
         which = "pass the gate" if self.gated else "can be used"
+        which += " and have this number" if self.partial else ""
         return (
             f"{len(rows)} pair(s) in {found} scenario(s) {which}; nothing is reported below {LEAST_SCENARIOS} scenarios"
         )
@@ -318,7 +334,7 @@ def places(
         members = {name: _of(numbers, name) for name in names}
         for one in gated.family(members):
             if one.estimate is not None and one.test is not None:
-                beside = ungated.having(members[one.name]).recovery(one.name, one.label, _number(members[one.name]))
+                beside = ungated.recovery(one.name, one.label, members[one.name])
                 found.setdefault(one.name, []).extend([one.estimate, one.low, one.high, one.test.p, beside.estimate])
     width = len(kinds) * len(_CELLS)
     whole = {name: cells for name, cells in found.items() if len(cells) == width}
@@ -346,6 +362,11 @@ def gate(one: Instance) -> Gate:
     if one.gate is None:
         raise ValueError(f"{one.id} was skipped ({one.reason}), it has no margins")
     return one.gate
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest of an identity's errors; NaN where one of them is, which `max` may lose."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def gap(one: Instance) -> float:

@@ -162,7 +162,9 @@ def _expected(
             "other_field": notes_only,
         },
         "injection": {"full_notes": notes_only, "follow_rate": float(notes_only > 0.5), **eight},
-        "timing": {"commit_depth": READ_LAYER, **written},
+        "timing": {"commit_depth": READ_LAYER, "read_depth": READ_LAYER, **written},
+        # a correction after the notes is read by the decision's own look-up alone, which then holds both values
+        "wording": {"recovery_bare_value": field_only / 2, "recovery_old_value": 0.0},
         "heads": {
             "first_read": single[0],
             "second_read": single[1],

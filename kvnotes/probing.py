@@ -19,7 +19,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from kvnotes.records import Effect, HypothesisTest, Instance
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+K = TypeVar("K")
 
 ARMS = ("base", "target")
 COSTS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # logistic C, at vectors whose mean square distance from their mean is 1
@@ -38,6 +39,7 @@ RIDGES = (0.001, 0.01, 0.1, 1.0, 10.0)  # ridge penalties at the same scale, a t
 INNER = 4  # groups of training scenarios that the regularisation is chosen with
 TIE = 1e-4  # of the largest score: closer scores are the same vector seen through rounding
 RUN = 3  # layers in a row that make an onset
+FEW = 20  # clusters, below which a percentile bootstrap covers less than it says
 FLAT = 1e-6  # spread over size, below which vectors do not differ but by rounding
 DECIDING = ("field", "trigger", "rule_value", "action")  # roles that settle the conclusion
 
@@ -431,9 +433,9 @@ def first_from(holds: Sequence[bool] | Bools) -> int | None:
 
 
 def onset(holds: Sequence[bool] | Bools) -> int | None:
-    """The first of `RUN` layers in a row at which something holds, or of all that are left; None where there is none.
-    Unlike `first_from`, it does not ask that it holds to the last: what is read may fade once it has been used."""
-    return next((layer for layer in range(len(holds)) if all(holds[layer : layer + RUN])), None)
+    """The first of `RUN` layers in a row at which something holds, or of the last two; None where there is none. Unlike
+    `first_from`, it does not ask that it holds to the last: what is read may fade once it has been used."""
+    return next((layer for layer in range(len(holds) - 1) if all(holds[layer : layer + RUN])), None)
 
 
 def depths(holds: Bools) -> Floats:
@@ -600,7 +602,13 @@ def by_pair(rows: Sequence[Instance], values: Floats) -> dict[str, float]:
 
 
 def bounded(
-    scope: Scope, name: str, label: str, values: Mapping[str, float], *, test: Null | None = None, control: bool = False
+    scope: Scope,
+    name: str,
+    label: str,
+    values: Mapping[str, float],
+    *,
+    test: HypothesisTest | None = None,
+    control: bool = False,
 ) -> Effect:
     """The mean over pairs of accuracies or AUC placements, by instance id, within 0 and 1; pairs without one are left
     out. Where all are right, or none is, the interval is the exact one for as many trials as there are scenarios."""
@@ -614,25 +622,35 @@ def bounded(
         exact = stats.clopper_pearson(round(found.estimate) * found.clusters, found.clusters, level=found.level)
         low, high, method, warning = exact.low, exact.high, f"{exact.method} over scenarios", None
     changes = {"low": clip(low), "high": clip(high), "method": method, "warning": warning}
-    return found.model_copy(update={**changes, "test": None if test is None else permutation_test(test)})
+    return found.model_copy(update={**changes, "test": test})
 
 
-def permutation_test(found: Null, *, q: float | None = None) -> HypothesisTest:
-    """The test against the permutation null; `q` is its p corrected over a family, where it is one of many."""
-    p = found.p if q is None else q
-    return HypothesisTest(
-        name=f"permutation by scenario, {len(found.drawn)} draws" + ("" if q is None else ", BH"),
-        statistic=found.observed,
-        p=p,
-        margin=None,
-        conclusion="decodable" if p <= FALSE_DISCOVERIES else "inconclusive",
-    )
+def verdicts(nulls: Mapping[K, Sequence[Null]]) -> dict[K, HypothesisTest]:
+    """For each place, by its layers' nulls, the test of the largest AUC of any layer against the largest of every
+    permutation (see `largest`); p is corrected over the places (Benjamini and Hochberg)."""
+    from kvnotes import stats
+
+    found = {name: largest(own) for name, own in nulls.items()}
+    adjusted = stats.benjamini_hochberg([one.p for one in found.values()]).tolist() if found else []
+    return {
+        name: HypothesisTest(
+            name=f"largest ridge AUC of any layer, {len(one.drawn)} permutations by scenario, BH over {len(found)}",
+            statistic=one.observed,
+            p=p,
+            margin=None,
+            conclusion="decodable" if p <= FALSE_DISCOVERIES else "inconclusive",
+        )
+        for (name, one), p in zip(found.items(), adjusted, strict=True)
+    }
 
 
 def depth_effect(scope: Scope, name: str, label: str, found: Depth) -> Effect:
     """A depth, or a difference of two, with the percentiles of its bootstrap; None, with the reason, without one."""
     tail = (1 - scope.config.level) / 2
     low, high = (None, None) if found.estimate is None else np.quantile(found.drawn, [tail, 1 - tail]).tolist()
+    warning = found.warning
+    if found.estimate is not None and found.clusters < FEW:
+        warning = f"percentiles over {found.clusters} clusters: true coverage can lie below {scope.config.level:g}"
     return Effect(
         name=name,
         label=label,
@@ -647,7 +665,7 @@ def depth_effect(scope: Scope, name: str, label: str, found: Depth) -> Effect:
         clusters=found.clusters,
         mean_of_ratios=None,
         unresolved=False,
-        warning=found.warning,
+        warning=warning,
         test=None,
         control=False,
     )

@@ -8,8 +8,9 @@ instance of ANOTHER scenario, moved to the same slots: of the opposite conclusio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from statistics import quantiles
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -29,8 +30,13 @@ if TYPE_CHECKING:
 TITLE = "Injection: the decision follows the opposite conclusion's notes"
 COUNTS = (1, 2, 4, 8, 16, 32)  # how many notes; 8 is the paper's
 LENT = {"foreign_opposite": 2, "foreign_same": 3}  # where, of four logits, the lender's action of that arm stands
+RANKED = {"top": ("ranked", " by the other fold"), "in_sample": ("own", ", in-sample")}
+LENDERS_WORD = {
+    "says_lender": ("foreign_opposite", "opposite conclusion's notes"),
+    "says_lender_same": ("foreign_same", "same conclusion's notes (control)"),
+    "says_lender_top_8": ("foreign_opposite_top_8", "its best 8 notes of the opposite conclusion"),
+}
 SMALLEST = "smallest number of notes that flips the decision"
-FOREIGN = ("foreign_opposite", "foreign_same", "foreign_opposite_top_8", "foreign_same_top_8")
 
 
 class Settings(RunConfig):
@@ -100,9 +106,11 @@ def measure(trial: Trial, config: Settings, plan: Measures, *, donors: Sequence[
     """All notes, both ways; the best k by the other fold's ranking; as many random ones; another scenario's."""
     pair, names = trial.pair, select.slot_names(trial.pair)
     ranking = select.choice(plan["rankings"], layout=pair.pair.layout, scenario=pair.pair.scenario)
-    order = select.in_order(ranking, pair.downstream, lambda p: names[p])
+    # a fold whose other has no pair that passes the gate has no ranking
+    order = select.in_order(ranking, pair.downstream, lambda p: names[p]) if ranking else []
     rng = select.generator(config.seed, pair.pair.id, "random notes")
-    drawn = {k: select.unmatched(pair.downstream, order[:k], n=config.draws, rng=rng) for k in COUNTS}
+    others = {k: [p for p in pair.downstream if p not in order[:k]] for k in COUNTS}
+    drawn = {k: select.draws(others[k], k=k, n=config.draws, rng=rng) for k in COUNTS}
     asked = [
         _injected("full_notes", pair.downstream),
         _injected("full_notes_back", pair.downstream, back=True),
@@ -136,7 +144,7 @@ def _injected(name: str, positions: Sequence[int], *, back: bool = False) -> Cac
 def _cumulative(trial: Trial, order: Sequence[int], name: str) -> list[float]:
     """Margins with the first 1, 2, ... all positions of an order injected."""
     edits = [_injected(f"{name}_{k}", order[:k]) for k in range(1, len(order) + 1)]
-    return list(trial.margins(edits).values())
+    return list(trial.margins(edits).values()) if edits else []
 
 
 def _places(trial: Trial, other: Donor) -> dict[int, int]:
@@ -185,106 +193,65 @@ def summarise(instances: Sequence[Instance], config: RunConfig, floor: float) ->
     found: list[Effect] = []
     tables: dict[str, Table] = {}
     for scope in effects.scopes(instances, config, floor):
-        found += [*_own(scope), *_lent(scope.having(lambda one: one.measures["margins"].get("foreign_same_top_8")))]
+        found += [*_own(scope), *_lent(scope)]
         if scope.gated:
             tables[f"{SMALLEST}, {scope.layout}"] = _smallest(scope.rows)
     return Summary(effects=tuple(found), tables=tables, notes=(), headline=_headline(found, tables))
 
 
-def _own(scope: effects.Scope) -> list[Effect]:
-    made = [
-        scope.recovery("full_notes", "all notes", _moved("full_notes"), about=1.0),
-        scope.share("follow_rate", "follows the target's notes in base", lambda o: _margin(o, "full_notes") > 0),
-        scope.share(
-            "follow_rate_back", "follows the base's notes in target", lambda o: _margin(o, "full_notes_back") < 0
-        ),
-    ]
+def _own(scope: effects.Scope) -> Iterator[Effect]:
+    yield scope.recovery("full_notes", "all notes", _moved("full_notes"), about=1.0)
+    yield scope.share("follow_rate", "follows the target's notes in base", _says("full_notes", "target"))
+    yield scope.share("follow_rate_back", "follows the base's notes in target", _says("full_notes_back", "base"))
     for k in COUNTS:
-        made += [
-            scope.recovery(
-                f"top_{k}", f"best {k} by the other fold", lambda o, k=k: effects.moved(o, _at(o, "ranked", k))
-            ),
-            scope.recovery(f"in_sample_{k}", f"best {k}, in-sample", lambda o, k=k: effects.moved(o, _at(o, "own", k))),
-            scope.share(f"flips_top_{k}", f"decides as target, best {k}", lambda o, k=k: _at(o, "ranked", k) > 0),
-            scope.share(
-                f"flips_in_sample_{k}", f"decides as target, best {k}, in-sample", lambda o, k=k: _at(o, "own", k) > 0
-            ),
-        ]
-        made += _random(scope, k)
-    return [
-        *made,
-        scope.mean(
-            "smallest",
-            "notes needed by the pairs that flip, ranked by the other fold",
-            lambda o: smallest(o.measures["ranked"]),
-        ),
-        scope.mean(
-            "smallest_in_sample",
-            "notes needed by the pairs that flip, in-sample",
-            lambda o: smallest(o.measures["own"]),
-        ),
-    ]
+        for name, (key, words) in RANKED.items():
+            margin = partial(_at, key=key, k=k)
+            yield scope.recovery(f"{name}_{k}", f"best {k}{words}", partial(_from_base, margin=margin))
+            label = f"decides as target, best {k}{words}"
+            yield scope.share(f"flips_{name}_{k}", label, partial(_positive, margin=margin))
+        yield from _random(scope, k)
+    for name, (key, words) in RANKED.items():
+        suffix = "" if name == "top" else f"_{name}"
+        label = f"notes needed by the pairs that flip{words}"
+        yield scope.mean(f"smallest{suffix}", label, lambda one, key=key: smallest(one.measures[key]))
 
 
-def _random(scope: effects.Scope, k: int) -> list[Effect]:
+def _random(scope: effects.Scope, k: int) -> Iterator[Effect]:
     """Means over an instance's random sets of k notes outside the best k, where it has so many."""
 
-    def margins(one: Instance) -> list[float]:
-        return one.measures["random"][str(k)]
-
-    def moved(one: Instance) -> float:
-        return effects.moved(one, sum(margins(one)) / len(margins(one)))
+    def mean(one: Instance) -> float | None:
+        margins = one.measures["random"][str(k)]
+        return sum(margins) / len(margins) if margins else None
 
     def flips(one: Instance) -> float | None:
-        return sum(margin > 0 for margin in margins(one)) / len(margins(one)) if margins(one) else None
+        margins = one.measures["random"][str(k)]
+        return sum(margin > 0 for margin in margins) / len(margins) if margins else None
 
-    return [
-        scope.having(flips).recovery(f"random_{k}", f"random {k} (control)", moved, control=True),
-        scope.mean(f"flips_random_{k}", f"decides as target, random {k} (control)", flips, control=True),
-    ]
+    yield scope.recovery(f"random_{k}", f"random {k} (control)", partial(_from_base, margin=mean), control=True)
+    yield scope.mean(f"flips_random_{k}", f"decides as target, random {k} (control)", flips, control=True)
 
 
-def _lent(scope: effects.Scope) -> list[Effect]:
-    opposite, same, few_opposite, few_same = (_moved(name) for name in FOREIGN)
-    return [
-        scope.recovery("foreign_opposite", "another scenario's notes, opposite conclusion", opposite, about=1.0),
-        scope.recovery(
-            "foreign_same", "another scenario's notes, same conclusion (control)", same, about=0.0, control=True
-        ),
-        scope.recovery(
-            "foreign_conclusion",
-            "their difference: what the conclusion adds",
-            lambda o: opposite(o) - same(o),
-            about=0.0,
-        ),
-        scope.recovery("foreign_opposite_top_8", "its best 8 notes, opposite conclusion", few_opposite),
-        scope.recovery("foreign_same_top_8", "its best 8 notes, same conclusion (control)", few_same, control=True),
-        scope.share(
-            "flips_foreign_opposite",
-            "decides as target, another scenario's opposite notes",
-            lambda o: _margin(o, "foreign_opposite") > 0,
-        ),
-        scope.share(
-            "says_lender",
-            "says the lender's word, opposite conclusion's notes",
-            lambda o: _word(o, "foreign_opposite") == LENT["foreign_opposite"],
-        ),
-        scope.share(
-            "says_lender_same",
-            "says the lender's word, same conclusion's notes",
-            lambda o: _word(o, "foreign_same") == LENT["foreign_same"],
-        ),
-        scope.share(
-            "says_lender_top_8",
-            "says the lender's word, its best 8 notes of the opposite conclusion",
-            lambda o: _word(o, "foreign_opposite_top_8") == LENT["foreign_opposite"],
-        ),
-        scope.share(
-            "flips_foreign_same",
-            "decides as target, another scenario's same notes (control)",
-            lambda o: _margin(o, "foreign_same") > 0,
-        ).model_copy(update={"control": True}),
-    ]
+def _lent(scope: effects.Scope) -> Iterator[Effect]:
+    """What another scenario's notes do, over the pairs that have a lender."""
+    opposite, same = _moved("foreign_opposite"), _moved("foreign_same")
+
+    def differ(one: Instance) -> float | None:
+        with_, without = opposite(one), same(one)
+        return None if with_ is None or without is None else with_ - without
+
+    yield scope.recovery("foreign_opposite", "another scenario's notes, opposite conclusion", opposite, about=1.0)
+    label = "another scenario's notes, same conclusion (control)"
+    yield scope.recovery("foreign_same", label, same, about=0.0, control=True)
+    yield scope.recovery("foreign_conclusion", "their difference: what the conclusion adds", differ, about=0.0)
+    few = {kind: f"its best 8 notes, {kind} conclusion" for kind in ("opposite", "same")}
+    yield scope.recovery("foreign_opposite_top_8", few["opposite"], _moved("foreign_opposite_top_8"))
+    yield scope.recovery("foreign_same_top_8", f"{few['same']} (control)", _moved("foreign_same_top_8"), control=True)
+    for kind, control in (("opposite", False), ("same", True)):
+        label = f"decides as target, another scenario's {kind} notes{' (control)' * control}"
+        yield scope.share(f"flips_foreign_{kind}", label, _says(f"foreign_{kind}", "target"), control=control)
+    for name, (read, label) in LENDERS_WORD.items():
+        here = partial(_lenders_word, name=read)
+        yield scope.share(name, f"says the lender's word, {label}", here, control=name == "says_lender_same")
 
 
 def smallest(margins: Sequence[float]) -> int | None:
@@ -296,20 +263,57 @@ def _smallest(rows: Sequence[Instance]) -> Table:
     columns = ("ranking", "pairs", "flipped by some k", "median k", "quartiles", "most", "flipped by k <= 8")
     made: list[list[Any]] = []
     for label, key in (("by the other fold", "ranked"), ("the instance's own (in-sample)", "own")):
-        found = sorted(k for one in rows if (k := smallest(one.measures[key])) is not None)
-        low, middle, high = quantiles(found, n=4, method="inclusive") if len(found) > 1 else (None, None, None)
-        spread = "" if low is None else f"{low:g} to {high:g}"
+        needed = sorted(smallest(one.measures[key]) or math.inf for one in rows if one.measures[key])
+        found = [k for k in needed if k < math.inf]
+        spread = f"{_quantile(needed, 0.25)} to {_quantile(needed, 0.75)}" if needed else ""
         few = sum(k <= 8 for k in found)
-        made.append([label, len(rows), len(found), middle, spread, found[-1] if found else None, few])
+        most = int(found[-1]) if found else None
+        made.append([label, len(needed), len(found), _quantile(needed, 0.5), spread, most, few])
     return Table(columns=columns, rows=made)
 
 
-def _moved(name: str) -> Callable[[Instance], float]:
-    return lambda one: effects.moved(one, _margin(one, name))
+def _quantile(needed: Sequence[float], part: float) -> str:
+    """A quantile (linear interpolation) of the notes needed, pairs that no number flips standing above all others."""
+    if not needed:
+        return ""
+    place = part * (len(needed) - 1)
+    low, high = needed[math.floor(place)], needed[math.ceil(place)]
+    return "never" if high == math.inf else f"{low + (place - math.floor(place)) * (high - low):g}"
 
 
-def _margin(one: Instance, name: str) -> float:
-    return float(one.measures["margins"][name])
+def _moved(name: str) -> Callable[[Instance], float | None]:
+    return partial(_from_base, margin=partial(_margin, name=name))
+
+
+def _from_base(one: Instance, margin: Callable[[Instance], float | None]) -> float | None:
+    value = margin(one)
+    return None if value is None else effects.moved(one, value)
+
+
+def _positive(one: Instance, margin: Callable[[Instance], float | None]) -> bool | None:
+    value = margin(one)
+    return None if value is None else value > 0
+
+
+def _says(name: str, arm: State) -> Callable[[Instance], bool | None]:
+    """Whether an arm's action leads after an intervention; None where it was not made."""
+
+    def found(one: Instance) -> bool | None:
+        value = _margin(one, name)
+        return None if value is None else (value > 0 if arm == "target" else value < 0)
+
+    return found
+
+
+def _margin(one: Instance, name: str) -> float | None:
+    value = one.measures["margins"].get(name)
+    return None if value is None else float(value)
+
+
+def _lenders_word(one: Instance, name: str) -> bool | None:
+    """Whether the lender's word for what was lent leads; None without a lender."""
+    kind = name.removesuffix("_top_8")
+    return _word(one, name) == LENT[kind] if name in one.measures["logits of both pairs' actions"] else None
 
 
 def _word(one: Instance, name: str) -> int:
@@ -318,10 +322,10 @@ def _word(one: Instance, name: str) -> int:
     return max(range(len(logits)), key=logits.__getitem__)
 
 
-def _at(one: Instance, key: str, k: int) -> float:
-    """The margin with k notes injected, or all where there are fewer."""
+def _at(one: Instance, key: str, k: int) -> float | None:
+    """The margin with k notes injected; None where there are fewer."""
     margins = one.measures[key]
-    return float(margins[min(k, len(margins)) - 1])
+    return float(margins[k - 1]) if k <= len(margins) else None
 
 
 def _headline(found: Sequence[Effect], tables: Mapping[str, Table]) -> str:
@@ -331,15 +335,16 @@ def _headline(found: Sequence[Effect], tables: Mapping[str, Table]) -> str:
             next(e for e in found if e.layout == layout and e.gated and e.name == name)
             for name in ("full_notes", "follow_rate", "flips_top_8", "foreign_conclusion")
         )
-        if full.estimate is None or follow.estimate is None or top.estimate is None:
+        if full.estimate is None or follow.estimate is None:
             parts.append(f"{layout}: no recovery ({full.warning or follow.warning})")
             continue
         median = tables[f"{SMALLEST}, {layout}"].rows[0][3]
-        needed = "no number of notes flips" if median is None else f"median {median:g} needed"
+        needed = "most pairs flip with no number of notes" if median == "never" else f"median {median} needed"
+        few = "" if top.estimate is None else f"best 8 flip {top.estimate:.0%}, "
         foreign = "none" if other.estimate is None else f"{other.estimate:.2f}"
         parts.append(
-            f"{layout}: all notes {full.estimate:.2f}, followed by {follow.estimate:.0%}; best 8 flip "
-            f"{top.estimate:.0%}, {needed}; another scenario's conclusion adds {foreign} (n={full.n})"
+            f"{layout}: all notes {full.estimate:.2f}, followed by {follow.estimate:.0%}; {few}{needed}; "
+            f"another scenario's conclusion adds {foreign} (n={full.n})"
         )
     return "; ".join(parts)
 

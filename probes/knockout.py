@@ -97,7 +97,7 @@ def measure(trial: Trial, config: Settings, plan: Measures, *, donors: Sequence[
 
     made = Removals(trial, config, plan, mean=class_mean(trial, donors))
     asked: list[tuple[tuple[str, ...], Intervention]] = [*made.ranked(), *made.drawn(), *made.by_depth()]
-    kept = {*trial.pair.changed, *trial.pair.downstream} - set(made.top(MOST))
+    kept = {*trial.pair.changed, *trial.pair.downstream} - set(made.top(MOST if made.ranking else ALL))
     mirror = CacheEdit(name="mirror", positions=tuple(sorted(kept)), into="base", donor="target")
     margins = trial.margins([*(one for _, one in asked), mirror])
     return {
@@ -116,24 +116,26 @@ class Removals:
         self.layers = trial.model.shape["layers"]
         names, one = select.slot_names(self.pair), self.pair.pair
         chosen = select.choice(plan, layout=one.layout, scenario=one.scenario)
-        self.ranking = select.in_order(chosen["ranking"], self.pair.downstream, lambda p: names[p])
+        notes, ranked = self.pair.downstream, chosen["ranking"]
+        # a fold whose other has no pair that passes the gate has no ranking: all notes and random ones are left
+        self.ranking = select.in_order(ranked, notes, lambda p: names[p]) if ranked else []
         self.own = plan[one.layout]["own"][one.id]
-        self.doses = [k for k in DOSES if k < len(self.ranking)]
+        self.doses = [k for k in DOSES if k < len(notes)]
         self.ways = [way for way in WAYS if way != "mean" or mean is not None]
 
     def top(self, dose: int | str) -> tuple[int, ...]:
         """The positions of a dose, ranked on the other fold."""
-        return tuple(self.ranking) if dose == ALL else tuple(self.ranking[: int(dose)])
+        return self.pair.downstream if dose == ALL else tuple(self.ranking[: int(dose)])
 
     def draws(self, k: int) -> select.Draws:
         """Random sets of `k` positions outside the top k."""
         rng = select.generator(self.config.seed, self.pair.pair.id, f"knockout {k}")
         n = self.config.draws if k == MOST else self.config.draws_elsewhere
-        return select.unmatched(self.pair.downstream, self.top(k), n=n, rng=rng)
+        return select.draws([p for p in self.pair.downstream if p not in self.top(k)], k=k, n=n, rng=rng)
 
     def ranked(self) -> Iterator[tuple[tuple[str, ...], Intervention]]:
         """Each way and dose, ranked on the other fold; and on the pair itself, by the base's cells."""
-        for dose in (*self.doses, ALL):
+        for dose in (*(self.doses if self.ranking else ()), ALL):
             for way in self.ways:
                 yield (way, str(dose)), self._remove(way, f"{way} {dose}", self.top(dose))
         for k in self.doses:
@@ -153,7 +155,7 @@ class Removals:
 
         for edge in edges(self.layers, self.config.depths):
             for name, layers in (("from", range(edge, self.layers)), ("up_to", range(edge))):
-                for dose in (str(MOST), ALL):
+                for dose in (str(MOST), ALL) if self.ranking else (ALL,):
                     edit = CacheEdit(
                         name=f"{name} {edge} {dose}",
                         positions=self.top(dose),
@@ -245,9 +247,8 @@ def _recovery(
     scope: effects.Scope, name: str, label: str, moved: Callable[[Instance], float | None], **more: Any
 ) -> Iterator[Effect]:
     """The effect over the instances that have it, where any has."""
-    some = scope.having(moved)
-    if some.instances:
-        yield some.recovery(name, label, lambda one: moved(one) or 0.0, **more)
+    if scope.having(moved).rows:
+        yield scope.recovery(name, label, moved, **more)
 
 
 def _doses(scope: effects.Scope) -> Iterator[Effect]:
@@ -264,6 +265,11 @@ def _doses(scope: effects.Scope) -> Iterator[Effect]:
 
 def _at(path: tuple[str, ...], one: Instance) -> float | None:
     return drop(one, *path)
+
+
+def _flipped(path: tuple[str, str], one: Instance) -> bool | None:
+    margin = one.measures.get(path[0], {}).get(path[1])
+    return None if margin is None else margin < 0
 
 
 def _areas(scope: effects.Scope) -> Iterator[Effect]:
@@ -295,23 +301,22 @@ def _above_random(scope: effects.Scope) -> list[Effect]:
         for way in WAYS
         for dose in map(str, DOSES)
     }
-    had = {name: moved for name, moved in members.items() if scope.having(moved).instances}
+    had = {name: moved for name, moved in members.items() if scope.having(moved).rows}
     return scope.family(had, label=lambda name: f"drop above random: {name.removesuffix(f'_over_{RANDOM}')}")
 
 
 def _flips(scope: effects.Scope) -> Iterator[Effect]:
     for way, words in WAYS.items():
         for dose in (str(MOST), ALL):
-            some = scope.having(partial(_at, (way, dose)))
-            if some.instances:
+            if scope.having(partial(_at, (way, dose))).rows:
                 label = f"decides as base, top {dose} gone: {words}"
-                yield some.share(f"flips_{way}_{dose}", label, lambda o, w=way, d=dose: o.measures[w][d] < 0)
+                yield scope.share(f"flips_{way}_{dose}", label, partial(_flipped, (way, dose)))
 
 
 def _depths(scope: effects.Scope) -> Iterator[Effect]:
     for name, words in {"from": "from layer {} on", "up_to": "below layer {}"}.items():
         for dose in (str(MOST), ALL):
-            for cut in sorted({cut for one in scope.rows for cut in one.measures[name][dose]}, key=int):
+            for cut in sorted({cut for one in scope.rows for cut in one.measures[name].get(dose, ())}, key=int):
                 label = f"drop, top {dose}, base's cells {words.format(cut)}"
                 yield from _recovery(scope, f"{name}_{cut}_{dose}", label, partial(_at, (name, dose, cut)))
 

@@ -16,7 +16,7 @@ from kvnotes import discover, effects, probing
 from kvnotes.config import RunConfig
 from kvnotes.effects import Scope
 from kvnotes.probing import ARMS, CLASSES, Fits, Rewritten
-from kvnotes.records import Effect, Instance, Measures, Summary, Table
+from kvnotes.records import Effect, HypothesisTest, Instance, Measures, Summary, Table
 from kvnotes.runner import main
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ NOTES = (
     "the two are one",
     "AUC and accuracy: L2 logistic probes, two-fold cross-fit over scenarios; intervals take the probes as given",
     "tests: the same design with a ridge probe, which can be fitted anew for every permutation; labels change places "
-    "in whole scenarios, so that field and conclusion stay independent",
+    "in whole scenarios, so that field and conclusion stay independent. A class's test is of its largest ridge AUC of "
+    "any layer, not of the AUC beside it, corrected over classes and labels",
     "a class's own numbers are at the layer that the other fold chose: by inner log-loss, and within scenarios, where "
     "the probes are ridge probes, by accuracy; the controls there are at the field's layer",
 )
@@ -164,8 +165,11 @@ def summarise(
                 _inside(rows, own, config),
             )
         fits, inside = fitted[str(at)]
+        nulls = {(label, name): own for label in LABELS for name, own in fits[label][0].nulls.items()}
+        tests = probing.verdicts(nulls)
         for name in _classes(measured):
-            found += [one for label in LABELS for one in _effects(scope, fits[label], label, name)]
+            for label in LABELS:
+                found += _effects(scope, fits[label], label, name, test=tests.get((label, name)))
             found += _inside_effects(scope, fits["conclusion"][0], inside.get(name, {}), name)
         found += [_baseline(scope, fits["conclusion"][0])]
         tables |= _tables(scope, fits, inside) if scope.gated else {}
@@ -210,13 +214,14 @@ def _inside(rows: Sequence[Instance], arrays: Mapping[str, np.ndarray], config: 
     return found
 
 
-def _effects(scope: Scope, fits: tuple[Fits, Fits], label: str, name: str) -> list[Effect]:
+def _effects(
+    scope: Scope, fits: tuple[Fits, Fits], label: str, name: str, *, test: HypothesisTest | None
+) -> list[Effect]:
     """A class's probes for one label, each fold at the layer that the other fold chose; None where too few designs are
     whole."""
     prefix, words, (own, bare) = LABELS[label], f"{label}, {name.replace('_', ' ')}", fits
     scores, untrained = own.at_chosen(name), bare.at_chosen(name)
     nothing = probing.bounded(scope, "", "", {})
-    test = probing.largest(own.nulls[name]) if name in own.nulls else None
     right = {} if scores is None else probing.by_pair(own.rows, probing.correct(scores.scores, own.prompts.labels))
     made = [
         nothing if scores is None else own.area(scope, scores, test=test),
@@ -341,7 +346,8 @@ def _headline(found: Sequence[Effect]) -> str:
         }
         why = areas[0].warning if areas else "no class is in every prompt"
         numbers = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
-        parts.append(f"{label}, AUC on held-out scenarios: {numbers or f'none ({why})'}")
+        n = next((one.n for one in areas if one.estimate is not None), 0)
+        parts.append(f"{label}, AUC on held-out scenarios: {numbers or f'none ({why})'} (n={n}, of whole designs)")
     return "; ".join(parts)
 
 

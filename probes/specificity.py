@@ -8,8 +8,10 @@ paper does), against k others at random: any, or matched on token class.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -26,6 +28,7 @@ TITLE = "Specificity: the best positions against others at random"
 KS = (1, 2, 4, 8, 16)
 K = 8  # the paper's number
 CHOSEN = {"top": "cross-fitted", "in_sample": "in-sample"}
+DRAWN = ("random", "near")
 CONTROLS = {
     "random": "any others",
     "near": "others, matched on class as far as they go",
@@ -51,60 +54,87 @@ def survey(trial: Trial, config: Settings) -> Measures:
 
 
 def prepare(instances: Sequence[Instance], config: Settings) -> dict[str, Any]:
-    """Slots ranked on either fold, and each instance's own best positions."""
+    """What either fold is tested with: the other's best slots, of those that every pair has, and random sets of the
+    remaining ones; and each instance's own best positions."""
+    layouts = effects.layouts(instances)
+    shared = {layout: _shared([one for one in instances if one.layout == layout]) for layout in layouts}
+
+    def choose(rows: Sequence[Instance]) -> dict[str, Any]:
+        if not rows:
+            return {}
+        slots = shared[rows[0].layout]
+        best = [slot for slot in select.rank(rows, _singles) if slot in slots][: max(KS)]
+        return {"top": best, "sets": {str(k): _sets(slots, best[:k], config) for k in KS if k <= len(best)}}
+
     return {
-        "top": select.crossfit(instances, config.seed, lambda rows: select.rank(rows, _singles)),
+        "tested": select.crossfit(instances, config.seed, choose),
         "in_sample": {one.id: _own(one)[: max(KS)] for one in instances},
     }
 
 
-def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures:
-    """Margins of the best k, and of random sets that have none of the cross-fitted best k, by k."""
-    pair, notes, names = trial.pair.pair, trial.pair.downstream, select.slot_names(trial.pair)
-    ranking = select.choice(plan["top"], layout=pair.layout, scenario=pair.scenario)
-    chosen = {
-        "top": select.in_order(ranking, notes, lambda p: names[p])[: max(KS)],
-        "in_sample": plan["in_sample"][pair.id],
+def _shared(instances: Sequence[Instance]) -> list[str]:
+    """The downstream slots that all instances have, in the first one's order."""
+    named = [select.by_slot(one, one.measures["single"]) for one in instances]
+    return [slot for slot in named[0] if all(slot in one for one in named)]
+
+
+def _sets(slots: Sequence[str], best: Sequence[str], config: Settings) -> dict[str, Any]:
+    """Random sets of as many other slots, once for all scenarios of a fold, as the best are: of any class, and of the
+    best's classes as far as they go."""
+    k, chosen = len(best), [slots.index(slot) for slot in best]
+    n = config.draws if k == K else config.fewer
+
+    def rng(kind: str) -> Random:
+        return select.generator(config.seed, *best, f"{kind} {k}")
+
+    made = {
+        "random": select.unmatched(range(len(slots)), chosen, n=n, rng=rng("random")),
+        "near": select.near(
+            range(len(slots)), chosen, classes=lambda at: select.slot_class(slots[at]), n=n, rng=rng("near")
+        ),
     }
-    ks = [k for k in KS if k <= len(notes)]
-    draws = {k: _draws(notes, chosen["top"][:k], names, config=config, name=pair.id) for k in ks}
-    sets = {f"{kind}:{k}:{i}": one for k in ks for kind, made in draws[k].items() for i, one in enumerate(made.sets)}
-    best = {f"{name}:{k}": tuple(order[:k]) for name, order in chosen.items() for k in ks}
-    margins = _ask(trial, {**best, **sets})
     return {
-        "ks": ks,
+        kind: {"sets": [[slots[at] for at in one] for one in draws.sets], "possible": draws.possible}
+        for kind, draws in made.items()
+    } | {"exact": made["near"].exact}
+
+
+def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures:
+    """Margins of the best k, and of random sets that have none of the cross-fitted best k, by k. A fold whose other
+    has no pair that passes the gate has no cross-fitted best."""
+    pair, notes, names = trial.pair.pair, trial.pair.downstream, select.slot_names(trial.pair)
+    at = {names[p]: p for p in notes}
+    tested = select.choice(plan["tested"], layout=pair.layout, scenario=pair.scenario)
+    sets = tested.get("sets", {})
+    chosen = {"top": [at[slot] for slot in tested.get("top", ())], "in_sample": plan["in_sample"][pair.id]}
+    best = {f"{name}:{k}": order[:k] for name, order in chosen.items() for k in KS if k <= len(order)}
+    drawn = {
+        f"{kind}:{k}:{i}": [at[slot] for slot in one]
+        for k, made in sets.items()
+        for kind in DRAWN
+        for i, one in enumerate(made[kind]["sets"])
+    }
+    margins = _ask(trial, {**best, **drawn})
+    return {
+        "fold": plan["tested"][pair.layout]["folds"][pair.scenario],
         "chosen": chosen,
-        "best": {name: [margins[f"{name}:{k}"] for k in ks] for name in chosen},
-        "drawn": {
-            kind: [[margins[f"{kind}:{k}:{i}"] for i in range(len(draws[k][kind].sets))] for k in ks]
-            for kind in ("random", "near")
+        "best": {
+            name: {str(k): margins[f"{name}:{k}"] for k in KS if k <= len(order)} for name, order in chosen.items()
         },
-        "possible": {kind: [float(draws[k][kind].possible) for k in ks] for kind in ("random", "near")},
-        "exact": [draws[k]["near"].exact for k in ks],
+        "drawn": {
+            kind: {k: [margins[f"{kind}:{k}:{i}"] for i in range(len(made[kind]["sets"]))] for k, made in sets.items()}
+            for kind in DRAWN
+        },
+        "possible": {kind: {k: float(made[kind]["possible"]) for k, made in sets.items()} for kind in DRAWN},
+        "exact": {k: made["exact"] for k, made in sets.items()},
     }
 
 
 def identities(trial: Trial, measures: Measures) -> dict[str, float]:
     """The best single position, edited again in the second pass, is what it was in the first."""
     best = trial.pair.downstream.index(measures["chosen"]["in_sample"][0])
-    difference = measures["best"]["in_sample"][0] - measures["single"][best]
+    difference = measures["best"]["in_sample"]["1"] - measures["single"][best]
     return {"both passes agree": abs(difference) / max(1.0, abs(trial.unedited.gap))}
-
-
-def _draws(
-    notes: Sequence[int], chosen: Sequence[int], names: Sequence[str], *, config: Settings, name: str
-) -> dict[str, select.Draws]:
-    n, k = config.draws if len(chosen) == K else config.fewer, len(chosen)
-    return {
-        "random": select.unmatched(notes, chosen, n=n, rng=select.generator(config.seed, name, f"random {k}")),
-        "near": select.near(
-            notes,
-            chosen,
-            classes=lambda p: select.slot_class(names[p]),
-            n=n,
-            rng=select.generator(config.seed, name, f"near {k}"),
-        ),
-    }
 
 
 def _ask(trial: Trial, positions: Mapping[str, Sequence[int]]) -> dict[str, float]:
@@ -126,16 +156,17 @@ def _own(one: Instance) -> list[int]:
     return select.best(dict(zip(select.downstream(one), one.measures["single"], strict=True)))
 
 
-def _best(one: Instance, name: str, k: int) -> float:
-    return effects.moved(one, one.measures["best"][name][one.measures["ks"].index(k)])
+def _best(one: Instance, name: str, k: int) -> float | None:
+    """What the best k move; None where the prompt is too short for them, or nothing was ranked."""
+    margin = one.measures["best"][name].get(str(k))
+    return None if margin is None else effects.moved(one, margin)
 
 
 def _drawn(one: Instance, kind: str, k: int) -> list[float]:
     """What each draw moves; none where there are none. "matched" are the draws that match every class."""
-    at = one.measures["ks"].index(k)
-    if kind == "matched" and not one.measures["exact"][at]:
+    if kind == "matched" and not one.measures["exact"].get(str(k)):
         return []
-    margins = one.measures["drawn"]["random" if kind == "random" else "near"][at]
+    margins = one.measures["drawn"]["random" if kind == "random" else "near"].get(str(k), [])
     return [effects.moved(one, margin) for margin in margins]
 
 
@@ -145,8 +176,8 @@ def _mean(one: Instance, kind: str, k: int) -> float | None:
 
 
 def _gain(one: Instance, kind: str, k: int) -> float | None:
-    mean = _mean(one, kind, k)
-    return None if mean is None else _best(one, "top", k) - mean
+    best, mean = _best(one, "top", k), _mean(one, kind, k)
+    return None if best is None or mean is None else best - mean
 
 
 def _classes(one: Instance, name: str) -> Counter[str]:
@@ -155,8 +186,10 @@ def _classes(one: Instance, name: str) -> Counter[str]:
     return Counter(select.slot_class(names[p]) for p in one.measures["chosen"][name][:K])
 
 
-def _delimiters(one: Instance, name: str) -> float:
-    return _classes(one, name)["delimiter"] / min(K, len(one.measures["chosen"][name]))
+def _delimiters(one: Instance, name: str) -> float | None:
+    """Their share of the best eight; None where there are no such eight."""
+    chosen = one.measures["chosen"][name][:K]
+    return _classes(one, name)["delimiter"] / len(chosen) if chosen else None
 
 
 def _shares(one: Instance) -> dict[str, float]:
@@ -169,11 +202,12 @@ def _shares(one: Instance) -> dict[str, float]:
 # --- all instances ----------------------------------------------------------------------------------------
 
 NOTES = (
-    "Best: highest single effect, ranked on the scenarios of the other fold (cross-fitted) or on the pair itself "
-    "(in-sample, as the paper's are). No random position is among the cross-fitted best k.",
+    "Best: highest single effect, ranked on the scenarios of the other fold (cross-fitted, of the slots that every "
+    "pair has) or on the pair itself (in-sample, as the paper's are). No random slot is among the cross-fitted best k.",
+    "Random sets of slots are drawn once a fold, as the best are chosen once: the same for all its scenarios.",
     "Matched draws have as many positions of each token class as the best k. Where a class has too few others, the "
     "draws 'as far as they go' take all of them and fill up with classes that the best k lack.",
-    "p of a gain: how often sets drawn anew for each scenario, the best k among them, recover as much; BH over k.",
+    "p of a gain: how often one set a fold, the best k or any draw, recovers as much in all; BH over k.",
 )
 
 
@@ -193,50 +227,41 @@ def summarise(instances: Sequence[Instance], config: Settings, floor: float) -> 
 
 def _effects(scope: effects.Scope) -> Iterator[Effect]:
     yield scope.recovery("notes_only", "notes-only", lambda one: effects.moved(one, one.measures["notes"]), about=1.0)
-    shared = set.intersection(*(set(one.measures["ks"]) for one in scope.rows)) if scope.rows else set()
-    ks = sorted(shared)
-    for name, label in CHOSEN.items():
-        for k in ks:
-            yield scope.recovery(f"{name}_{k}", f"best {k}, {label}", partial(_best, name=name, k=k))
-    for kind, label in CONTROLS.items():
-        for k in ks:
-            here = scope.having(partial(_mean, kind=kind, k=k))
-            mean = partial(_number, value=partial(_mean, kind=kind, k=k))
-            yield here.recovery(f"{kind}_{k}", f"{k} {label}", mean, about=0.0, control=True)
-    for kind in ("random", "near"):
-        yield from _gains(scope, kind, ks)
-    if K in ks:
-        yield scope.share("beats_8", "best 8 above every random 8", _beats)
+    for (name, label), k in product(CHOSEN.items(), KS):
+        yield scope.recovery(f"{name}_{k}", f"best {k}, {label}", partial(_best, name=name, k=k))
+    for (kind, label), k in product(CONTROLS.items(), KS):
+        yield scope.recovery(f"{kind}_{k}", f"{k} {label}", partial(_mean, kind=kind, k=k), about=0.0, control=True)
+    for kind in CONTROLS:
+        yield from _gains(scope, kind)
+    yield scope.share("beats_8", "best 8 above every random 8", _beats)
     yield scope.mean("delimiters_8", "delimiters among the best 8, cross-fitted", partial(_delimiters, name="top"))
     label = "delimiters among the best 8, in-sample"
     yield scope.mean("delimiters_in_sample_8", label, partial(_delimiters, name="in_sample"))
     yield scope.mean("delimiters_all", "delimiters among all positions", _all_delimiters, control=True)
 
 
-def _number(one: Instance, value: Callable[[Instance], float | None]) -> float:
-    return value(one) or 0.0
-
-
 def _all_delimiters(one: Instance) -> float:
     return _shares(one).get("delimiter", 0.0)
 
 
-def _beats(one: Instance) -> bool:
-    drawn = _drawn(one, "random", K)
-    return bool(drawn) and _best(one, "top", K) > max(drawn)
+def _beats(one: Instance) -> bool | None:
+    drawn, best = _drawn(one, "random", K), _best(one, "top", K)
+    return best > max(drawn) if drawn and best is not None else None
 
 
-def _gains(scope: effects.Scope, kind: str, ks: Sequence[int]) -> Iterator[Effect]:
+def _gains(scope: effects.Scope, kind: str) -> Iterator[Effect]:
     """What the best k recover more than random ones, with the draws' p-value corrected over k."""
     from kvnotes import stats
 
     found: dict[int, tuple[Effect, float]] = {}
-    for k in ks:
-        here = scope.having(partial(_gain, kind=kind, k=k))
-        value = partial(_number, value=partial(_gain, kind=kind, k=k))
-        gain = here.recovery(f"gain_{kind}_{k}", f"best {k} less {k} {CONTROLS[kind]}", value)
-        if here.rows:
-            found[k] = gain, here.draws_test(partial(_best, name="top", k=k), partial(_drawn, kind=kind, k=k))
+    for k in KS:
+        gain = scope.recovery(f"gain_{kind}_{k}", f"best {k} less {k} {CONTROLS[kind]}", partial(_gain, kind=kind, k=k))
+        best, drawn = partial(_best, name="top", k=k), partial(_drawn, kind=kind, k=k)
+        p = scope.draws_test(best, drawn, group=lambda one: one.measures["fold"])
+        if p is None or gain.estimate is None:
+            yield gain
+        else:
+            found[k] = gain, p
     adjusted = stats.benjamini_hochberg([p for _, p in found.values()]) if found else []
     for (gain, _), p in zip(found.values(), adjusted, strict=True):
         test = HypothesisTest(
@@ -246,7 +271,7 @@ def _gains(scope: effects.Scope, kind: str, ks: Sequence[int]) -> Iterator[Effec
             margin=None,
             conclusion="different" if p <= effects.FALSE_DISCOVERIES else "inconclusive",
         )
-        yield gain if gain.estimate is None else gain.model_copy(update={"test": test})
+        yield gain.model_copy(update={"test": test})
 
 
 # --- tables ----------------------------------------------------------------------------------------------
@@ -291,14 +316,14 @@ def _slot_table(rows: Sequence[Instance]) -> Table:
 
 
 def _count_table(rows: Sequence[Instance]) -> Table:
-    """How many random sets there were, over all used pairs."""
+    """How many random sets of slots there were, over all used pairs."""
     found: list[list[Any]] = []
     for k in KS:
-        here = [(one.measures, one.measures["ks"].index(k)) for one in rows if k in one.measures["ks"]]
+        here = [one.measures for one in rows if str(k) in one.measures["exact"]]
         if not here:
             continue
-        free, near = ([m["possible"][kind][at] for m, at in here] for kind in ("random", "near"))
-        exact = [count for (m, at), count in zip(here, near, strict=True) if m["exact"][at] and count]
+        free, near = ([m["possible"][kind][str(k)] for m in here] for kind in DRAWN)
+        exact = [count for m, count in zip(here, near, strict=True) if m["exact"][str(k)] and count]
         ends = (end for counts in (free, near, exact) for end in (min(counts, default=0), max(counts, default=0)))
         found.append([k, len(here), len(exact), *ends])
     kinds = ("any", "as far as they go", "matched")

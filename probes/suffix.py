@@ -79,17 +79,19 @@ def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures
     pair, names = trial.pair.pair, select.slot_names(trial.pair)
     notes = trial.pair.downstream
     where = {"layout": pair.layout, "scenario": pair.scenario}
+    rankings = {name: select.choice(plan[name], **where) for name in ("top", "both")}
     orders = {
-        **{
-            name: select.in_order(select.choice(plan[name], **where), notes, lambda p: names[p])
-            for name in ("top", "both")
-        },
+        # a fold whose other has no pair that passes the gate has no ranking
+        **{name: select.in_order(made, notes, lambda p: names[p]) for name, made in rankings.items() if made},
         "in_sample": plan["in_sample"][pair.id],
     }
-    counts = _counts(len(notes))
+    counts, best = _counts(len(notes)), orders.get("top", [])
     draws = {
-        k: select.unmatched(
-            notes, orders["top"][:k], n=config.draws, rng=select.generator(config.seed, pair.id, f"{k}")
+        k: select.draws(
+            [p for p in notes if p not in best[:k]],
+            k=k,
+            n=config.draws,
+            rng=select.generator(config.seed, pair.id, f"{k}"),
         )
         for k in counts
     }
@@ -115,8 +117,8 @@ def identities(trial: Trial, measures: Measures) -> dict[str, float]:
     layers = (measures["up_to"][-1], measures["from"][0])
     ranks = [margins[-1] for margins in measures["ranked"].values()]
     return {
-        "all layers equal notes-only": max(abs(margin - notes) for margin in layers) / scale,
-        "all positions equal notes-only": max(abs(margin - notes) for margin in ranks) / scale,
+        "all layers equal notes-only": effects.worst(abs(margin - notes) for margin in layers) / scale,
+        "all positions equal notes-only": effects.worst(abs(margin - notes) for margin in ranks) / scale,
     }
 
 
@@ -192,8 +194,10 @@ def _both(one: Instance) -> dict[str, float]:
     return {name: (value + losses[name]) / 2 for name, value in _singles(one).items()}
 
 
-def _ranked(one: Instance, ranking: str, k: int) -> float:
-    return effects.moved(one, one.measures["ranked"][ranking][one.measures["counts"].index(k)])
+def _ranked(one: Instance, ranking: str, k: int) -> float | None:
+    """What the first k of a ranking move; None where the other fold ranked nothing."""
+    margins = one.measures["ranked"].get(ranking)
+    return None if margins is None else effects.moved(one, margins[one.measures["counts"].index(k)])
 
 
 def _drawn(one: Instance, k: int) -> float | None:
@@ -205,9 +209,9 @@ def _drawn(one: Instance, k: int) -> float | None:
 def _carry(one: Instance, part: float) -> float | None:
     """The fewest positions, of the numbers tried, whose joint effect reaches a part of all notes'; as a share."""
     whole, counts = effects.moved(one, one.measures["notes"]), one.measures["counts"]
-    if whole <= 0:
-        return None
-    return next(k for k in counts if k == counts[-1] or _ranked(one, "top", k) >= part * whole) / counts[-1]
+    reached = [(k, _ranked(one, "top", k)) for k in counts]
+    enough = (k for k, moved in reached if k == counts[-1] or (moved is not None and moved >= part * whole))
+    return None if whole <= 0 or None in dict(reached).values() else next(enough) / counts[-1]
 
 
 def _sum_to(one: Instance, part: float) -> float | None:
@@ -273,20 +277,19 @@ def _parts(scope: effects.Scope) -> Iterator[Effect]:
     for name in dict.fromkeys(name for one in scope.rows for name in one.measures["group"] if name not in ROLES):
         for kind, key, label in (("group", name, "alone"), ("rest", f"without_{name}", "taken from all notes")):
 
-            def value(one: Instance, kind: str = kind, name: str = name) -> float:
-                return effects.moved(one, one.measures[kind][name])
+            def value(one: Instance, kind: str = kind, name: str = name) -> float | None:
+                return effects.moved(one, one.measures[kind][name]) if name in one.measures[kind] else None
 
-            here = scope.having(lambda one, name=name: one.measures["group"].get(name))
-            yield here.recovery(key, f"{name.replace('_', ' ')} {label}", value)
+            yield scope.recovery(key, f"{name.replace('_', ' ')} {label}", value)
 
 
 def _at_k(scope: effects.Scope, k: int) -> Iterator[Effect]:
     """Recovery of k positions, by each ranking and at random."""
     for name, label in RANKINGS.items():
         yield scope.recovery(f"{name}_{k}", f"{k} by {label}", partial(_ranked, ranking=name, k=k))
-    drawn = scope.having(partial(_drawn, k=k))
-    if drawn.rows:
-        yield drawn.recovery(f"random_{k}", f"{k} at random", lambda o: _drawn(o, k) or 0.0, about=0.0, control=True)
+    drawn = partial(_drawn, k=k)
+    if scope.having(drawn).rows:
+        yield scope.recovery(f"random_{k}", f"{k} at random", drawn, about=0.0, control=True)
 
 
 def _tables(gated: effects.Scope, ungated: effects.Scope) -> dict[str, Table]:

@@ -120,8 +120,9 @@ def _lens(trial: Trial, run: State) -> list[float]:
 def identities(trial: Trial, measures: Measures) -> dict[str, float]:
     """The lens after the last layer is the model's own margin; both curves of transplants end at notes-only."""
     scale, lens, margins = max(1.0, abs(trial.unedited.gap)), measures["lens"], measures["margins"]
+    errors = [abs(lens[arm][-1] - getattr(trial.unedited, arm)) for arm in ARMS]
     return {
-        "last lens margin equals the model's": max(abs(lens[a][-1] - getattr(trial.unedited, a)) for a in ARMS) / scale,
+        "last lens margin equals the model's": effects.worst(errors) / scale,
         "all layers up to equal all layers from": abs(margins["up_to"][-1] - margins["from"][0]) / scale,
     }
 
@@ -323,7 +324,8 @@ def _headline(found: Sequence[Effect]) -> str:
     for layout in dict.fromkeys(one.layout for one in found):
         known = [(name.replace("_", " "), by_name[layout, name].estimate) for name in names]
         words = [f"{name} {'none' if layer is None else format(layer, '.3g')}" for name, layer in known]
-        parts.append(f"{layout}: {', '.join(words)}")
+        probed, n = by_name[layout, "read_depth"].n, by_name[layout, "commit_depth"].n
+        parts.append(f"{layout}: {', '.join(words)} (n={n}, {probed} of them in whole designs for the probes)")
     return "; ".join(parts)
 
 

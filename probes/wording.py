@@ -132,7 +132,7 @@ def summarise(instances: Sequence[Instance], config: RunConfig, floor: float) ->
     found: list[Effect] = []
     tables = {"what the corrections say, in the first pair": _lines(instances)}
     for scope in effects.scopes(instances, config, floor):
-        found += [effect for name in LABELS for effect in _effects(scope, name)]
+        found += [effect for name in _known(instances) for effect in _effects(scope, name)]
         compared, table = _differences(scope)
         found += compared
         if scope.gated and table.rows:
@@ -145,6 +145,11 @@ def _lines(instances: Sequence[Instance]) -> Table:
     return Table(columns=("correction", "line"), rows=[[LABELS[name], said[name]] for name in LABELS if name in said])
 
 
+def _known(instances: Sequence[Instance]) -> list[str]:
+    """The corrections that some pair carries: a task need not have all of them."""
+    return [name for name in LABELS if any(name in one.measures.get("margins", ()) for one in instances)] or [*LABELS]
+
+
 def _effects(scope: effects.Scope, name: str) -> list[Effect]:
     label, control = LABELS[name], name in (NONE, TARGET, OLD)
     two, full, margin = (_value(measure, name) for measure in ("p_two", "p_full", "margins"))
@@ -154,14 +159,21 @@ def _effects(scope: effects.Scope, name: str) -> list[Effect]:
     ]
     if name in (NONE, TARGET):  # their recovery is 0 and 1 by definition
         return read
-    some, about = scope.having(margin), 0.0 if name == OLD else None
+    about = 0.0 if name == OLD else None
 
-    def moved(one: Instance) -> float:
-        return effects.moved(one, one.measures["margins"][name])
+    def moved(one: Instance) -> float | None:
+        value = margin(one)
+        return None if value is None else effects.moved(one, value)
 
-    flips = some.share(f"flips_{name}", f"decides as target: {label}", lambda one: one.measures["margins"][name] > 0)
-    recovery = some.recovery(f"recovery_{name}", f"recovery: {label}", moved, about=about, control=control)
-    return [*read, recovery, flips.model_copy(update={"control": control})]
+    def flips(one: Instance) -> bool | None:
+        value = margin(one)
+        return None if value is None else value > 0
+
+    return [
+        *read,
+        scope.recovery(f"recovery_{name}", f"recovery: {label}", moved, about=about, control=control),
+        scope.share(f"flips_{name}", f"decides as target: {label}", flips, control=control),
+    ]
 
 
 def _probability(mean: Effect) -> Effect:
@@ -180,7 +192,8 @@ def _differences(scope: effects.Scope) -> tuple[list[Effect], Table]:
     from kvnotes import stats
 
     found, lines, flips = [], [], []
-    for name in (name for name in WORDINGS if name != REFERENCE):
+    known = {*_known(scope.instances)}
+    for name in (name for name in WORDINGS if name != REFERENCE and {name, REFERENCE} <= known):
 
         def difference(one: Instance, name: str = name) -> float | None:
             here, there = (one.measures["p_two"].get(which) for which in (name, REFERENCE))
@@ -215,9 +228,12 @@ def _tested(differences: list[float], scenarios: list[str], c: RunConfig) -> tup
 def _headline(found: Sequence[Effect]) -> str:
     def words(layout: str) -> str:
         read = {e.name: e for e in found if e.gated and e.layout == layout}
-        if (first := read[f"p_two_{REFERENCE}"]).estimate is None:
+        first = read[f"p_two_{NONE}"]
+        if first.estimate is None:
             return f"{layout}: no probability ({first.warning})"
-        shown = ", ".join(f"{LABELS[n]} {read[f'p_two_{n}'].estimate:.2f}" for n in (NONE, *WORDINGS, OLD))
+        named = {LABELS[name]: read.get(f"p_two_{name}") for name in (NONE, *WORDINGS, OLD)}
+        values = {label: one.estimate for label, one in named.items() if one is not None}
+        shown = ", ".join(f"{label} {value:.2f}" for label, value in values.items() if value is not None)
         return f"{layout}: p_two of the right action: {shown} (n={first.n})"
 
     return "; ".join(words(layout) for layout in dict.fromkeys(effect.layout for effect in found))

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from kvnotes.instance import Arm, Pair, Piece
+from kvnotes.instance import Pair, Piece
 
 from . import gated
+from .appended import OLD, appended
 from .scenarios import SCENARIOS
 
 LAYOUTS = gated.LAYOUTS
 DEFAULT_LAYOUT = gated.DEFAULT_LAYOUT
 KEY = "correction"  # of every piece of the appended line
-OLD = "old_value"  # the control's name
 
 _FIELDS = {scenario.id: (scenario.field, scenario.field_words) for scenario in SCENARIOS}
 
@@ -86,17 +86,6 @@ def correct(pair: Pair, *, name: str) -> CorrectedPair:
         corrected[wording] = replace(pair, id=f"{pair.id}+{wording}", **arms)
     own = {name: getattr(pair, name) for name in Pair.__dataclass_fields__}
     return CorrectedPair(**own, corrected=MappingProxyType(corrected))
-
-
-def appended(arm: Arm, line: tuple[Piece, ...]) -> Arm:
-    """The arm with a line before its question, which is the last request in the user's turn.
-
-    Raises TaskError for a prompt without any.
-    """
-    asks = [at for at, piece in enumerate(arm.user) if piece.role == "request"]
-    if not asks:
-        raise gated.TaskError("the prompt asks for nothing, so no line can stand before its question.")
-    return replace(arm, user=(*arm.user[: asks[-1]], *line, *arm.user[asks[-1] :]))
 
 
 def _name(pair: Pair) -> str:

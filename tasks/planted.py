@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
 
 from kvnotes.errors import KVNotesError, UnknownName
 from kvnotes.instance import Arm, Pair, PairKind, Piece, Role
@@ -24,12 +26,32 @@ from kvnotes.planted_words import (
     PlantedScenario,
 )
 
+from .appended import OLD, appended
+
 DEFAULT_LAYOUT = "words_field_first"
 OWN_LENGTH = 2  # neutral rules in a prompt whose length is the layout's own
 
 
 class PlantedTaskError(KVNotesError):
     """A task setting that no planted prompt can have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlantedPair(Pair):
+    """A pair that carries the same prompts with a line before the request that says what the field is now: by name,
+    in the target's value and, as a control, in the base's."""
+
+    @cached_property
+    def corrected(self) -> Mapping[str, Pair]:
+        """None for a polarity pair, whose field does not change."""
+        said = {"bare_value": self.target.field, OLD: self.base.field} if self.kind == "field" else {}
+        return {name: self._corrected(name, value) for name, value in said.items()}
+
+    def _corrected(self, name: str, value: str) -> Pair:
+        line = (*_words(f"state : {IS}"), *_words(value, "field", "correction"), *_words(".", "delimiter"))
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Pair)}
+        said = {"base": appended(self.base, line), "target": appended(self.target, line)}
+        return Pair(**{**own, **said, "id": f"{self.id}+{name}"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +165,7 @@ def _designs(*, layout: str, seed: int, length: int) -> Iterator[tuple[str, _Cel
         yield f"{scenario.name}-{round_}", replace(cell, fillers=fillers)
 
 
-def _pairs(cell: _Cell, *, group: str, kind: PairKind, layout: str, seed: int) -> Iterator[Pair]:
+def _pairs(cell: _Cell, *, group: str, kind: PairKind, layout: str, seed: int) -> Iterator[PlantedPair]:
     """The two pairs of a design that differ in what the kind keeps fixed: the rule, or the field's value."""
     for variant in (0, 1):
         if kind == "field":
@@ -152,7 +174,7 @@ def _pairs(cell: _Cell, *, group: str, kind: PairKind, layout: str, seed: int) -
         else:
             base = replace(cell, state=variant)
             target = replace(base, permits=1 - base.permits)
-        yield Pair(
+        yield PlantedPair(
             id=f"planted-{layout}-{kind}-{group}-{variant}",
             kind=kind,
             task="planted",
@@ -171,7 +193,9 @@ def _pairs(cell: _Cell, *, group: str, kind: PairKind, layout: str, seed: int) -
         )
 
 
-def generate(*, layout: str, pair: PairKind, n: int, seed: int, length: int = 0, wording: str = "swap") -> list[Pair]:
+def generate(
+    *, layout: str, pair: PairKind, n: int, seed: int, length: int = 0, wording: str = "swap"
+) -> list[PlantedPair]:
     """`n` pairs; pairs 2i and 2i + 1 share a group, whose arms are the four cells of its 2x2.
 
     Scenarios take turns, so 24 pairs cover each of the 12 once. `length` is the prompt's length in tokens,

@@ -7,7 +7,8 @@ import pytest
 from kvnotes.errors import UnknownName
 from kvnotes.instance import Pair, Piece
 from tasks import corrections, gated
-from tasks.corrections import OLD, WORDINGS, CorrectedPair
+from tasks.appended import OLD, NoQuestion
+from tasks.corrections import WORDINGS, CorrectedPair
 
 
 def make(layout: str = "table_field_first", **settings) -> list[CorrectedPair]:
@@ -84,5 +85,5 @@ def test_bad_requests():
         make("table_field_frist")
     arm = make(n=1)[0].base
     silent = type(arm)(user=(Piece(text="hello", role="text"),), answer=arm.answer, action="a", field="f")
-    with pytest.raises(gated.TaskError, match="asks for nothing"):
+    with pytest.raises(NoQuestion, match="asks for nothing"):
         corrections.appended(silent, ())

@@ -133,7 +133,8 @@ def test_random_notes_are_never_among_the_best(tmp_path, monkeypatch):
         return {edit.name: 0.0 for edit in edits}
 
     trial = SimpleNamespace(pair=own, margins=margins)
-    plan = {"rankings": {"l": {"folds": {"a": 0}, "tested_with": {"0": [], "1": []}}}, "lenders": {"a": None}}
+    ranking = [select.slot_names(own)[p] for p in own.downstream]
+    plan = {"rankings": {"l": {"folds": {"a": 0}, "tested_with": {"0": ranking, "1": []}}}, "lenders": {"a": None}}
     found = injection.measure(trial, config(tmp_path, draws=4), plan, donors=[])  # pyright: ignore[reportArgumentType]
     for k in COUNTS:
         best = asked.get(f"ranked_{k}", set(own.downstream))
@@ -143,6 +144,9 @@ def test_random_notes_are_never_among_the_best(tmp_path, monkeypatch):
     assert found["random sets possible"] == {"1": 9, "2": 28, "4": 15, "8": 0, "16": 0, "32": 0}
     assert found["lender"] is None
     assert injection.donors(own, {}, plan) == []
+
+
+FOREIGN = ("foreign_opposite", "foreign_same", "foreign_opposite_top_8", "foreign_same_top_8")
 
 
 def instance(
@@ -161,8 +165,8 @@ def instance(
     margins = {"full_notes": ranked[-1], "full_notes_back": own[0] - 2}
     lent = {}
     if foreign is not None:
-        lent = {name: [0.0, margin, 1.5, 0.0] for name, margin in zip(injection.FOREIGN, foreign * 2, strict=True)}
-        margins |= dict(zip(injection.FOREIGN, foreign * 2, strict=True))
+        lent = {name: [0.0, margin, 1.5, 0.0] for name, margin in zip(FOREIGN, foreign * 2, strict=True)}
+        margins |= dict(zip(FOREIGN, foreign * 2, strict=True))
     measures = {
         "base permits": True,
         "singles": list(singles),
@@ -233,7 +237,8 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     assert found["follow_rate_back", True].estimate == 1.0
     assert found["top_1", True].estimate == pytest.approx((0 + 2 + 0.5) / 12)
     assert found["in_sample_1", True].estimate == pytest.approx((2 + 2 + 0.5) / 12)
-    assert found["top_8", True].estimate == found["full_notes", True].estimate  # there are only two
+    assert found["top_2", True].estimate == found["full_notes", True].estimate
+    assert found["top_8", True].estimate is None  # there are only two
     assert found["flips_top_1", True].estimate == pytest.approx(1 / 3)
     assert found["random_1", True].estimate == pytest.approx((1 + 0) / 8)  # c has no random set
     assert found["flips_random_1", True].estimate == pytest.approx(0.25)
@@ -246,10 +251,11 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     assert found["foreign_conclusion", True].estimate == pytest.approx(5 / 8)
     assert found["says_lender", True].estimate == pytest.approx(0.5)  # 1.5 is above b's 1.0, below a's 3.0
     assert found["says_lender_same", True].estimate == 0.0
+    assert found["says_lender_same", True].control
     table = summary.tables[f"{injection.SMALLEST}, l"]
-    assert table.rows[0][1:4] == [3, 2, 1.5]
+    assert table.rows[0][1:4] == [3, 2, "2"]  # of 1, 2 and never
     assert "all notes 0.62" in summary.headline
-    assert "median 1.5 needed" in summary.headline
+    assert "median 2 needed" in summary.headline
 
 
 def test_smallest_is_the_first_count_that_flips():

@@ -286,3 +286,18 @@ def test_too_few_scenarios_report_no_drop(tmp_path):
     summary = knockout.summarise(rows(), config(tmp_path), floor=1e-6)
     assert {effect.estimate for effect in summary.effects} == {None}
     assert "no drop (2 pair(s) in 2 scenario(s) pass the gate" in summary.headline
+
+
+def test_without_a_ranking_all_notes_and_random_ones_are_left(tmp_path):
+    """No pair of the other fold passes the gate: nothing is called "top"."""
+    folder = tiny.checkpoint("qwen2", tmp_path)
+    trial = Trial.run(models.load(str(folder), device="cpu", dtype="float32"), tokens(), engine="rows", budget=10**7)
+    pair, settings = trial.pair.pair, config(tmp_path)
+    here = {"folds": {pair.scenario: 0}, "tested_with": {"0": {"ranking": [], "lent": []}, "1": {}}}
+    plan = {pair.layout: {**here, "own": {pair.id: [*trial.pair.downstream]}}}
+    found = knockout.measure(trial, settings, plan, donors=[])
+    assert [*found["resample"]] == ["all"]
+    assert {*found["from"]} == {"all"}
+    assert "1" in found["random"]["resample"]
+    assert found["removed"] == []
+    assert knockout.identities(trial, found)["resample equals its mirror image"] < 1e-5

@@ -249,6 +249,17 @@ def test_largest_corrects_for_the_layers():
     assert (found.observed, found.drawn.tolist(), found.p) == (0.7, [0.8, 0.6, 0.5], 0.5)
 
 
+def test_verdicts_are_corrected_over_the_places():
+    """Two layers with p = 1/4 after the largest, and one with 3/4: BH over two places gives 2/4 and 3/4."""
+    high = [probing.Null(observed=0.9, drawn=np.array([0.4, 0.6, 0.5]), scores=np.zeros(2))] * 2
+    low = [probing.Null(observed=0.5, drawn=np.array([0.4, 0.6, 0.5]), scores=np.zeros(2))]
+    found = probing.verdicts({"a": high, "b": low})
+    assert [found[name].p for name in "ab"] == [0.5, 0.75]
+    assert found["a"].name == "largest ridge AUC of any layer, 3 permutations by scenario, BH over 2"
+    assert found["a"].conclusion == "inconclusive"
+    assert probing.verdicts({}) == {}
+
+
 # --- depths, scenarios, arrays ----------------------------------------------------------------------------
 
 
@@ -257,7 +268,8 @@ def test_depths_by_hand():
     assert probing.first_from([True, True]) == 0
     assert probing.first_from([True, False]) is None
     assert probing.onset([False, True, True, True, False]) == 1
-    assert probing.onset([True, True, False, True]) == 3  # all that are left
+    assert probing.onset([True, True, False, True]) is None  # one layer is no run
+    assert probing.onset([True, False, False, True, True]) == 3  # the last two
     assert probing.onset([True, False, False]) is None
     assert probing.onsets(np.array([[0, 1, 1, 1, 0], [1, 0, 0, 0, 0]], dtype=bool)).tolist() == [1, 5]
     holds = np.array([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=bool)

@@ -11,7 +11,7 @@ import transformers
 
 from figures import suffix as figure
 from kvnotes import config as configs
-from kvnotes import effects, models, runner
+from kvnotes import effects, models, runner, select
 from kvnotes.planted import LAYERS, PLANTED, READ_LAYER
 from kvnotes.records import Instance, Tokens
 from kvnotes.sweep import Trial
@@ -110,13 +110,14 @@ def test_margins_equal_a_plain_transformers_loop(kind, tmp_path):
     assert first["up_to"] == pytest.approx([by_hand(plain, pair, notes, range(i + 1)) for i in layers], abs=1e-4)
     order = sorted(notes, key=lambda p: -everywhere[notes.index(p)])
     plan = {
-        name: {pair.pair.layout: {"folds": {pair.pair.scenario: 0}, "tested_with": {"0": [], "1": []}}}
-        for name in ("top", "both")
+        name: {pair.pair.layout: {"folds": {pair.pair.scenario: 0}, "tested_with": {"0": ranking, "1": []}}}
+        for name, ranking in {"top": [select.slot_names(pair)[p] for p in reversed(notes)], "both": []}.items()
     }
     plan |= {"in_sample": {pair.pair.id: order}, "maps": [pair.pair.id]}
     second = suffix.measure(trial, settings, plan)
     assert second["counts"][-1] == len(notes)
-    expected = {"top": notes, "both": notes, "in_sample": order}  # nothing was ranked: the prompt's own order
+    expected = {"top": notes[::-1], "in_sample": order}
+    assert set(second["ranked"]) == set(expected)  # nothing was ranked for "both"
     for name, ranking in expected.items():
         hand = [by_hand(plain, pair, ranking[:k], layers) for k in second["counts"]]
         assert second["ranked"][name] == pytest.approx(hand, abs=1e-4)

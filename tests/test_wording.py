@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ import transformers
 
 from figures import wording as figure
 from kvnotes import config as configs
-from kvnotes import effects, models, prompts, runner
+from kvnotes import discover, effects, models, prompts, runner
 from kvnotes.config import RunConfig
-from kvnotes.instance import Piece, TokenPair
+from kvnotes.instance import Pair, Piece, TokenPair
 from kvnotes.records import Instance
 from kvnotes.sweep import Trial
 from probes import wording
@@ -90,8 +91,15 @@ def test_planted_models_read_a_correction_as_their_mechanism_does(model, recover
         assert measured["recovery"]["target"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_pairs_without_corrections_are_a_clear_error(tmp_path):
+def bare(pair: Pair) -> Pair:
+    return Pair(**{field.name: getattr(pair, field.name) for field in fields(Pair)})
+
+
+def test_pairs_without_corrections_are_a_clear_error(tmp_path, monkeypatch):
     settings = config(tmp_path, model="planted-notes", task="planted", layout="words_field_first", n=2)
+    pairs = [bare(one) for one in planted.generate(layout="words_field_first", pair="field", n=2, seed=0)]
+    task = SimpleNamespace(LAYOUTS=("words_field_first",), generate=lambda **asked: pairs)
+    monkeypatch.setattr(discover, "task", lambda name: task)
     with pytest.raises(wording.WordingError, match="planted pairs carry no corrections: use TASK=corrections"):
         runner.execute(wording, settings)
 
