@@ -6,6 +6,7 @@ beside them, with the numbers in full and the paper's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ OUT = Path("figures/out")
 STUDIES = ("locality", "dissociation", "specificity", "injection", "timing")
 COUNTS = (1, 2, 4, 8, 16)
 LIMITS = (-0.25, 1.3)
+AT_MOST = -math.inf  # the lower end of a value that the paper only bounds from above
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -38,6 +40,7 @@ class Measure:
     effect: str
     label: str
     depth: bool = False
+    paper: str = ""  # under which name the paper's values stand, where not under the effect's
 
 
 TABLE3 = (
@@ -46,7 +49,8 @@ TABLE3 = (
     Measure(study="dissociation", effect="trigger_only", label="dissociation: trigger"),
     Measure(study="dissociation", effect="notes", label="dissociation: notes"),
     Measure(study="dissociation", effect="same_conclusion", label="same conclusion's notes (control)"),
-    Measure(study="specificity", effect="top_8", label="best 8 notes"),
+    Measure(study="specificity", effect="top_8", label="best 8 notes, by other scenarios", paper="none"),
+    Measure(study="specificity", effect="in_sample_8", label="best 8, by the pair itself", paper="top_8"),
     Measure(study="specificity", effect="random_8", label="8 random others (control)"),
     Measure(study="injection", effect="full_notes", label="injection: all notes"),
     Measure(study="injection", effect="follow_rate", label="injection: follow rate"),
@@ -86,17 +90,16 @@ class Cell:
 
 
 def by_model(records: Mapping[str, Record], *, layout: str) -> dict[str, dict[str, Record]]:
-    """Records of one layout by model and study, in the order given. Of several the one with the default settings,
-    whose file is named by its layout alone; else the newest."""
-    chosen: dict[str, dict[str, tuple[bool, str, Record]]] = {}
-    for name, record in records.items():
+    """Records of one layout by model and study, in the order given; of several the newest, whatever its settings."""
+    chosen: dict[str, dict[str, Record]] = {}
+    for record in records.values():
         if record.study not in STUDIES or record.layout != layout:
             continue
-        rank = (name.rsplit("/", 1)[-1] == layout, record.provenance.created, record)
         here = chosen.setdefault(record.model.name, {})
-        if record.study not in here or rank[:2] > here[record.study][:2]:
-            here[record.study] = rank
-    return {model: {study: rank[2] for study, rank in found.items()} for model, found in chosen.items()}
+        known = here.get(record.study)
+        if known is None or record.provenance.created > known.provenance.created:
+            here[record.study] = record
+    return chosen
 
 
 def cell(measure: Measure, found: Mapping[str, Record]) -> Cell:
@@ -196,20 +199,21 @@ def _papers(ax: Axes, measure: Measure, *, y: float) -> None:
     for values in paper_values(measure).values():
         low, high = values
         if high > low:
-            ax.plot([low, high], [y, y], color="#222222", linewidth=1, zorder=4)
-        for value in {low, high}:
-            (mark,) = ax.plot(value, y, "D", markersize=4.2, markeredgewidth=1, zorder=5)
+            ax.plot([max(low, 0.0), high], [y, y], color="#222222", linewidth=1, zorder=4)
+        for value in {low, high} - {AT_MOST}:
+            (mark,) = ax.plot(value, y, "<" if low == AT_MOST else "D", markersize=4.2, markeredgewidth=1, zorder=5)
             mark.set(markerfacecolor="white", markeredgecolor="#222222")
 
 
 def panel_counts(ax: Axes, models: Mapping[str, Mapping[str, Record]]) -> None:
-    """Recovery of the best k notes and of as many random ones, k = 1 to 16, a colour a model."""
+    """Recovery of the best k notes, by other scenarios and by the pair itself, and of as many random ones, k = 1 to 16,
+    a colour a model; the paper's are by the pair itself."""
     from figures import style
 
     reported = False
     for index, found in enumerate(models.values()):
         colour = COLOURS[index % len(COLOURS)]
-        for stem, line, marker in (("top", "-", "o"), ("random", ":", "s")):
+        for stem, line, marker in (("top", "-", "o"), ("in_sample", "--", "^"), ("random", ":", "s")):
             cells = [cell(Measure(study="specificity", effect=f"{stem}_{k}", label=""), found) for k in COUNTS]
             known = [(x + 0.05 * index, one) for x, one in enumerate(cells) if one.value is not None]
             reported |= bool(known)
@@ -222,7 +226,8 @@ def panel_counts(ax: Axes, models: Mapping[str, Mapping[str, Record]]) -> None:
     at = COUNTS.index(8) - 0.12
     for name in ("top_8", "random_8"):
         for low, high in paper_values(Measure(study="specificity", effect=name, label="")).values():
-            (mark,) = ax.plot([at, at], [low, high], "D-", color=style.INK, markersize=4.2, linewidth=1, zorder=5)
+            ends, marker = ([high], "v") if low == AT_MOST else ([low, high], "D-")
+            (mark,) = ax.plot([at] * len(ends), ends, marker, color=style.INK, markersize=4.2, linewidth=1, zorder=5)
             mark.set(markerfacecolor="white", markeredgecolor=style.INK)
     ax.set_xticks(range(len(COUNTS)), [str(k) for k in COUNTS])
     ax.set_xlabel("notes transplanted (k)")
@@ -231,15 +236,16 @@ def panel_counts(ax: Axes, models: Mapping[str, Mapping[str, Record]]) -> None:
 
 
 def paper_values(measure: Measure) -> dict[str, tuple[float, float]]:
-    """The paper's values for a measure, as (low, high), by the model or the models that they are of."""
+    """The paper's values for a measure, as (low, high), by the model or the models that they are of; low is `AT_MOST`
+    where the paper only bounds a value from above."""
     from figures import style
 
-    known = style.published().get(measure.study, {}).get(measure.effect, {})
+    known = style.published().get(measure.study, {}).get(measure.paper or measure.effect, {})
     if not isinstance(known, dict):
         return {}
     kinds = {"points", "ranges", "at_most"}
     flat = known if not kinds & set(known) else {**known.get("points", {}), **known.get("ranges", {})}
-    flat = flat | {f"{models}, at most": value for models, value in known.get("at_most", {}).items()}
+    flat = flat | {models: [AT_MOST, value] for models, value in known.get("at_most", {}).items()}
     ends = {models: value if isinstance(value, list) else [value, value] for models, value in flat.items()}
     return {models: (low, high) for models, (low, high) in ends.items()}
 
@@ -322,8 +328,12 @@ def page(records: Mapping[str, Record], *, layout: str) -> str:
 
 def _counts() -> list[Measure]:
     return [
-        Measure(study="specificity", effect=f"{stem}_{k}", label=f"{words} {k}")
-        for stem, words in (("top", "best"), ("random", "random"))
+        Measure(study="specificity", effect=f"{stem}_{k}", label=f"{words} {k}", paper=paper if k == 8 else "none")
+        for stem, words, paper in (
+            ("top", "best, by other scenarios,", "none"),
+            ("in_sample", "best, by the pair itself,", "top_8"),
+            ("random", "random", "random_8"),
+        )
         for k in COUNTS
     ]
 
@@ -342,6 +352,7 @@ def _paper_words(measure: Measure) -> str:
     parts = []
     for models, (low, high) in paper_values(measure).items():
         value = style.number(low) if low == high else f"{style.number(low)} to {style.number(high)}"
+        value = f"at most {style.number(high)}" if low == AT_MOST else value
         parts.append(f"{models}: {value}")
     return "; ".join(parts)
 
@@ -383,16 +394,20 @@ def build(
 
 
 def _wanted(records: Mapping[str, Record], models: Sequence[str]) -> dict[str, Record]:
-    """Records of the models asked for, in their order."""
+    """Records of the models asked for, in their order; a model may be asked for as a run would be, by a hub's name or a
+    folder. Raises RecordError for a model without any."""
+    from kvnotes.weights import run_name
+
     if not models:
         return dict(records)
-    folders = [safe_name(model) for model in models]
-    return {
-        name: record
-        for folder in folders
-        for name, record in records.items()
-        if name.split("/", maxsplit=1)[0] == folder
-    }
+    found: dict[str, Record] = {}
+    for model in models:
+        folder = safe_name(run_name(model))
+        here = {name: one for name, one in records.items() if name.split("/", maxsplit=1)[0] == folder}
+        if not here:
+            raise RecordError(f"there is no record of {model}; run `make families MODELS={model}`.")
+        found |= here
+    return found
 
 
 def main() -> None:

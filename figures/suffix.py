@@ -66,6 +66,7 @@ def _lines() -> list[str]:
     return [
         "Target's cells copied into base, over the pairs that pass the gate. A slot is a span and an index in it. "
         "Lost: what notes-only loses when these cells stay base's. Choices are cross-fitted unless in-sample. "
+        "Panel d: the strongest of these same pairs (in-sample), so that the largest are too large. "
         "Panel e: single (layer, slot) cells, which are few of a slot's and need not sum to it.",
         f"Open boxes: {style.published()['source']}; other models, eight positions, in-sample, no interval given.",
     ]

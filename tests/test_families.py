@@ -34,7 +34,7 @@ def named(*found: Record, stem: str = LAYOUT) -> dict[str, Record]:
     return {f"{one.model.name}/{one.study}/{stem}": one for one in found}
 
 
-def test_the_record_with_the_default_settings_stands_for_a_model_else_the_newest():
+def test_the_newest_record_stands_for_a_model_whatever_its_settings():
     usual, old, new = (
         record("m", field_only=value, created=f"2026-01-0{day}T00:00:00+00:00")
         for value, day in ((0.1, 1), (0.2, 2), (0.3, 3))
@@ -44,8 +44,7 @@ def test_the_record_with_the_default_settings_stands_for_a_model_else_the_newest
     def value(found: dict[str, Record]) -> float | None:
         return families.cell(FIELD, families.by_model(found, layout=LAYOUT)["m"]).value
 
-    assert value(later) == pytest.approx(0.3)
-    assert value({**later, **named(usual)}) == value({**named(usual), **later}) == pytest.approx(0.1)
+    assert value({**later, **named(usual)}) == value({**named(usual), **later}) == pytest.approx(0.3)
     assert families.by_model(later, layout="prose_field_first") == {}
 
 
@@ -80,7 +79,10 @@ def test_figures_and_page_hold_every_number_and_the_papers():
     for value in ("0.11 [0.01, 0.21], n=8", "0.97", "0.13", "0.31", "0.83", "0.22", "0.94", "0.88", "0.04"):
         assert value in text
     assert "| field-only | 0.11 [0.01, 0.21], n=8 | 0.22 [0.12, 0.32], n=8 | Llama-3.1-8B: \N{MINUS SIGN}0.03;" in text
-    assert text.count("not run") == (4 + 7) + 13  # table 3: one, two; table 4: two
+    # table 3: injection and timing of one, dissociation, specificity and timing of two; table 4: dissociation and 15
+    # counts of two
+    assert text.count("not run") == 4 + (3 + 3 + 2) + (3 + 15)
+    assert "Llama-3.1-8B: at most 0.04" in text  # of 0.035, to two digits
     with style.styled():
         drawn = families.draw(two_models(), layout=LAYOUT)
     assert set(drawn) == {"families/table3", "families/table4"}
@@ -103,7 +105,7 @@ def test_the_papers_values_are_read_in_every_form_they_are_written_in():
     assert values("locality", "field_only")["Mistral-7B"] == (0.137, 0.137)
     assert values("injection", "full_notes")["Gemma-2-9B, Mistral-7B"] == (0.98, 1.0)
     assert values("timing", "write_depth")["Gemma-2-9B, Mistral-7B"] == (0.19, 0.26)
-    assert values("specificity", "random_8")["Qwen3-8B, Qwen3-4B, Llama-3.1-8B, at most"] == (0.035, 0.035)
+    assert values("specificity", "random_8")["Qwen3-8B, Qwen3-4B, Llama-3.1-8B"] == (families.AT_MOST, 0.035)
     assert values("injection", "top_8") == values("locality", "no such effect") == {}
 
 
@@ -120,5 +122,8 @@ def test_the_command_writes_both_figures_and_the_page(tmp_path):
     text = (folder / "page.md").read_text(encoding="utf-8")
     assert "0.22" in text
     assert "| one" not in text
-    missing = CliRunner().invoke(families.app, [str(tmp_path / "results"), "--model", "three"])
-    assert isinstance(missing.exception, RecordError)
+    for models in (["three"], ["two", "three"]):
+        asked = [part for model in models for part in ("--model", model)]
+        missing = CliRunner().invoke(families.app, [str(tmp_path / "results"), *asked])
+        assert isinstance(missing.exception, RecordError)
+        assert "no record of three" in str(missing.exception)
