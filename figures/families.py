@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvnotes.commandline import guard
+from kvnotes.config import NOT_IN_NAME, defaults
 from kvnotes.records import Record, RecordError, find, safe_name, write_atomically
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ OUT = Path("figures/out")
 STUDIES = ("locality", "dissociation", "specificity", "injection", "timing")
 COUNTS = (1, 2, 4, 8, 16)
 LIMITS = (-0.25, 1.3)
+BEST: Final = (("o", "-", "by other scenarios"), ("^", "--", "by the pair itself"))  # who ranked the best k
 AT_MOST = -math.inf  # the lower end of a value that the paper only bounds from above
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 
@@ -90,16 +92,24 @@ class Cell:
 
 
 def by_model(records: Mapping[str, Record], *, layout: str) -> dict[str, dict[str, Record]]:
-    """Records of one layout by model and study, in the order given; of several the newest, whatever its settings."""
+    """Records of one layout by model and study, in the order given; of several with the study's own kind of pair the
+    newest, whatever its other settings, which the caption names."""
     chosen: dict[str, dict[str, Record]] = {}
     for record in records.values():
-        if record.study not in STUDIES or record.layout != layout:
+        if record.study not in STUDIES or record.layout != layout or "pair" in _unusual(record):
             continue
         here = chosen.setdefault(record.model.name, {})
         known = here.get(record.study)
         if known is None or record.provenance.created > known.provenance.created:
             here[record.study] = record
     return chosen
+
+
+def _unusual(record: Record) -> dict[str, object]:
+    """The settings that are not the study's own, but for those that a record's path says."""
+    usual = defaults(record.study)
+    settings = record.provenance.config.items()
+    return {key: value for key, value in settings if key in usual and key not in NOT_IN_NAME and value != usual[key]}
 
 
 def cell(measure: Measure, found: Mapping[str, Record]) -> Cell:
@@ -199,7 +209,7 @@ def _papers(ax: Axes, measure: Measure, *, y: float) -> None:
     for values in paper_values(measure).values():
         low, high = values
         if high > low:
-            ax.plot([max(low, 0.0), high], [y, y], color="#222222", linewidth=1, zorder=4)
+            ax.plot([0.0 if low == AT_MOST else low, high], [y, y], color="#222222", linewidth=1, zorder=4)
         for value in {low, high} - {AT_MOST}:
             (mark,) = ax.plot(value, y, "<" if low == AT_MOST else "D", markersize=4.2, markeredgewidth=1, zorder=5)
             mark.set(markerfacecolor="white", markeredgecolor="#222222")
@@ -267,12 +277,13 @@ def _finish(
         "layer l, from 0, after which something holds.",
         f"Open markers: {style.published()['source']}; other models, approximate values, no interval given.",
     ]
-    style.add_footer(figure, handles=_handles(models), columns=5, lines=lines)
+    style.add_footer(figure, handles=_handles(models, counts=measures is TABLE4), columns=6, lines=lines)
 
 
 def _caption(model: str, found: Mapping[str, Record], studies: Iterable[str]) -> str:
     counts = [
         f"{study} {record.inclusion.included} of {record.inclusion.used} in {record.inclusion.scenarios} scenarios"
+        + "".join(f", {key} {value}" for key, value in _unusual(record).items())
         for study, record in found.items()
         if study in studies
     ]
@@ -281,7 +292,7 @@ def _caption(model: str, found: Mapping[str, Record], studies: Iterable[str]) ->
     return f"{model}, {first.precision}, {first.dtype} on {first.device}: {included}."
 
 
-def _handles(models: Iterable[str]) -> list[Artist]:
+def _handles(models: Iterable[str], *, counts: bool) -> list[Artist]:
     from matplotlib.lines import Line2D
 
     made: list[Artist] = [
@@ -289,9 +300,16 @@ def _handles(models: Iterable[str]) -> list[Artist]:
         for index, model in enumerate(models)
     ]
     made.append(Line2D([], [], color="#6B6B6B", marker="s", linestyle=":", markersize=5, label="control or identity"))
+    made += [
+        Line2D([], [], color="#6B6B6B", marker=marker, linestyle=line, markersize=5, label=f"best k: {words}")
+        for marker, line, words in BEST
+        if counts
+    ]
     paper = Line2D([], [], linestyle="none", marker="D", markersize=4.5, label="the paper's models")
-    paper.set(markerfacecolor="white", markeredgecolor="#222222")
-    return [*made, paper]
+    most = Line2D([], [], linestyle="none", marker="<", markersize=4.5, label="the paper's: at most")
+    for mark in (paper, most):
+        mark.set(markerfacecolor="white", markeredgecolor="#222222")
+    return [*made, paper, most]
 
 
 # --- page -------------------------------------------------------------------------------------------------
@@ -380,6 +398,8 @@ def build(
     Raises RecordError where none of the models has a record of one of the studies.
     """
     records = _wanted(find(results), model or [])
+    if layout == "all":
+        raise RecordError("the tables are of one layout: name it, such as LAYOUT=table_field_first.")
     if not by_model(records, layout=layout):
         raise RecordError(f"{results}: no record of {', '.join(STUDIES)} with layout {layout}; run `make families`.")
     from figures import style

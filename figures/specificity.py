@@ -52,7 +52,8 @@ def _lines() -> list[str]:
         "Target's cells copied into base. Random positions are never among the cross-fitted best k. As far as they "
         "go: where a class has too few others, all of them and then positions of classes that the best k lack. "
         "= 0, = 1: equivalent within the margin; \N{NOT EQUAL TO}: different by more than it. Random sets of slots "
-        "are drawn once a fold, as the best are chosen; p: one set a fold, the best or any draw, BH over k.",
+        "are drawn once a fold, as the best are chosen, of the slots that every pair has. p: the best eight's slots "
+        "permuted, alike in both folds, among all or within their classes.",
         f"Open marks: {style.published()['source']}; other models, in-sample, approximate, no interval given.",
     ]
 

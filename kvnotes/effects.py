@@ -7,7 +7,7 @@ sum(margin - margin_base) / sum(margin_target - margin_base).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,31 +120,25 @@ class Scope:
         found = stats.interval(values, _scenarios(here.rows), level=c.level, resamples=c.resamples, seed=c.seed)
         return here._effect(name, label, found, control=control, mean_of_ratios=None, unresolved=False, test=None)
 
-    def draws_test(
-        self,
-        chosen: Callable[[Instance], float | None],
-        drawn: Callable[[Instance], Sequence[float]],
-        *,
-        group: Callable[[Instance], Hashable],
+    def permutation_p(
+        self, chosen: Callable[[Instance], float | None], permuted: Callable[[Instance], Sequence[float]]
     ) -> float | None:
-        """How often random draws move as much as what was chosen: the p-value of "the chosen is a draw like any other".
+        """How often what was chosen, its names permuted, moves as much as it does itself: the one-sided p-value of
+        "which names were chosen says nothing", (b + 1) / (permutations + 1).
 
-        What was chosen, and each draw, is one for a whole `group` of instances (the fold that it is tested on), which
-        therefore counts once however many scenarios it has: every group takes what was chosen or one of its draws, all
-        combinations equally likely, and the sums over groups are compared. One-sided and exact, at least one in all
-        combinations. None without instances; instances that lack the chosen or draws are left out.
-
-        Raises ValueError where two instances of a group have different numbers of draws.
+        The i-th number of every instance must be of the i-th permutation, whichever fold it is tested on, so that
+        choices that both folds share are permuted as one. Instances without numbers are left out; None without any.
+        Raises ValueError where two instances have different numbers of permutations.
         """
         import numpy as np
 
-        here = self.having(lambda one: chosen(one) if len(drawn(one)) else None)
-        value, sums = _number(chosen), np.zeros(1)
-        for name in dict.fromkeys(map(group, here.rows)):
-            own = [[value(one), *drawn(one)] for one in here.rows if group(one) == name]
-            sums = np.add.outer(sums, np.sum(own, axis=0)).ravel()  # the chosen of all groups is the first
-        whole = float(sums[0])
-        return float((sums >= whole - 1e-9 * max(1.0, abs(whole))).mean()) if here.rows else None
+        value = _number(chosen)
+        rows = self.having(lambda one: chosen(one) if len(permuted(one)) else None).rows
+        if not rows:
+            return None
+        whole, *others = np.sum([[value(one), *permuted(one)] for one in rows], axis=0).tolist()
+        least = whole - 1e-9 * max(1.0, abs(whole))
+        return (1 + sum(other >= least for other in others)) / (1 + len(others))
 
     def _sign_flips(self, moved: Callable[[Instance], float]) -> float:
         from kvnotes import stats

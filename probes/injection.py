@@ -109,8 +109,7 @@ def measure(trial: Trial, config: Settings, plan: Measures, *, donors: Sequence[
     # a fold whose other has no pair that passes the gate has no ranking
     order = select.in_order(ranking, pair.downstream, lambda p: names[p]) if ranking else []
     rng = select.generator(config.seed, pair.pair.id, "random notes")
-    others = {k: [p for p in pair.downstream if p not in order[:k]] for k in COUNTS}
-    drawn = {k: select.draws(others[k], k=k, n=config.draws, rng=rng) for k in COUNTS}
+    drawn = {k: select.unmatched(pair.downstream, order[:k], n=config.draws, rng=rng) for k in COUNTS}
     asked = [
         _injected("full_notes", pair.downstream),
         _injected("full_notes_back", pair.downstream, back=True),

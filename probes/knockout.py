@@ -117,7 +117,7 @@ class Removals:
         names, one = select.slot_names(self.pair), self.pair.pair
         chosen = select.choice(plan, layout=one.layout, scenario=one.scenario)
         notes, ranked = self.pair.downstream, chosen["ranking"]
-        # a fold whose other has no pair that passes the gate has no ranking: all notes and random ones are left
+        # a fold whose other has no pair that passes the gate has no ranking: all notes are left
         self.ranking = select.in_order(ranked, notes, lambda p: names[p]) if ranked else []
         self.own = plan[one.layout]["own"][one.id]
         self.doses = [k for k in DOSES if k < len(notes)]
@@ -131,7 +131,7 @@ class Removals:
         """Random sets of `k` positions outside the top k."""
         rng = select.generator(self.config.seed, self.pair.pair.id, f"knockout {k}")
         n = self.config.draws if k == MOST else self.config.draws_elsewhere
-        return select.draws([p for p in self.pair.downstream if p not in self.top(k)], k=k, n=n, rng=rng)
+        return select.unmatched(self.pair.downstream, self.top(k), n=n, rng=rng)
 
     def ranked(self) -> Iterator[tuple[tuple[str, ...], Intervention]]:
         """Each way and dose, ranked on the other fold; and on the pair itself, by the base's cells."""

@@ -29,6 +29,8 @@ KS = (1, 2, 4, 8, 16)
 K = 8  # the paper's number
 CHOSEN = {"top": "cross-fitted", "in_sample": "in-sample"}
 DRAWN = ("random", "near")
+PERMUTED = {"any": "random", "class": "near"}  # the draws beside which each test stands
+WITHIN = {"any": "among all", "class": "within their classes"}
 CONTROLS = {
     "random": "any others",
     "near": "others, matched on class as far as they go",
@@ -93,10 +95,26 @@ def _sets(slots: Sequence[str], best: Sequence[str], config: Settings) -> dict[s
             range(len(slots)), chosen, classes=lambda at: select.slot_class(slots[at]), n=n, rng=rng("near")
         ),
     }
-    return {
+    sets = {
         kind: {"sets": [[slots[at] for at in one] for one in draws.sets], "possible": draws.possible}
         for kind, draws in made.items()
-    } | {"exact": made["near"].exact}
+    }
+    permuted = {kind: {"sets": _permuted(slots, best, config, kind=kind)} for kind in PERMUTED if k == K}
+    return {**sets, **permuted, "exact": made["near"].exact}
+
+
+def _permuted(slots: Sequence[str], best: Sequence[str], config: Settings, *, kind: str) -> list[list[str]]:
+    """The best slots after permutations of all slots, or of each class's. The permutations are the same whatever is
+    best: two folds that choose the same slots are tested with one choice, not with two."""
+    found = []
+    for i in range(config.draws):
+        rng, image = select.generator(config.seed, kind, str(i)), {}
+        classes = {slot: select.slot_class(slot) if kind == "class" else "" for slot in slots}
+        for name in dict.fromkeys(classes.values()):
+            members = [slot for slot in slots if classes[slot] == name]
+            image |= dict(zip(members, rng.sample(members, len(members)), strict=True))
+        found.append([image[slot] for slot in best])
+    return found
 
 
 def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures:
@@ -111,8 +129,8 @@ def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures
     drawn = {
         f"{kind}:{k}:{i}": [at[slot] for slot in one]
         for k, made in sets.items()
-        for kind in DRAWN
-        for i, one in enumerate(made[kind]["sets"])
+        for kind in (*DRAWN, *PERMUTED)
+        for i, one in enumerate(made.get(kind, {}).get("sets", ()))
     }
     margins = _ask(trial, {**best, **drawn})
     return {
@@ -122,8 +140,12 @@ def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures
             name: {str(k): margins[f"{name}:{k}"] for k in KS if k <= len(order)} for name, order in chosen.items()
         },
         "drawn": {
-            kind: {k: [margins[f"{kind}:{k}:{i}"] for i in range(len(made[kind]["sets"]))] for k, made in sets.items()}
-            for kind in DRAWN
+            kind: {
+                k: [margins[f"{kind}:{k}:{i}"] for i in range(len(made[kind]["sets"]))]
+                for k, made in sets.items()
+                if kind in made
+            }
+            for kind in (*DRAWN, *PERMUTED)
         },
         "possible": {kind: {k: float(made[kind]["possible"]) for k, made in sets.items()} for kind in DRAWN},
         "exact": {k: made["exact"] for k, made in sets.items()},
@@ -166,7 +188,7 @@ def _drawn(one: Instance, kind: str, k: int) -> list[float]:
     """What each draw moves; none where there are none. "matched" are the draws that match every class."""
     if kind == "matched" and not one.measures["exact"].get(str(k)):
         return []
-    margins = one.measures["drawn"]["random" if kind == "random" else "near"].get(str(k), [])
+    margins = one.measures["drawn"]["near" if kind == "matched" else kind].get(str(k), [])
     return [effects.moved(one, margin) for margin in margins]
 
 
@@ -207,7 +229,9 @@ NOTES = (
     "Random sets of slots are drawn once a fold, as the best are chosen once: the same for all its scenarios.",
     "Matched draws have as many positions of each token class as the best k. Where a class has too few others, the "
     "draws 'as far as they go' take all of them and fill up with classes that the best k lack.",
-    "p of a gain: how often one set a fold, the best k or any draw, recovers as much in all; BH over k.",
+    "p of a gain: how often the best eight recover as much with their slots permuted, alike in both folds: among all, "
+    "or within their classes, where a class of which all members are chosen stays as it is.",
+    "Slots are those that every used pair has; the in-sample best are of all of a pair's positions.",
 )
 
 
@@ -231,8 +255,7 @@ def _effects(scope: effects.Scope) -> Iterator[Effect]:
         yield scope.recovery(f"{name}_{k}", f"best {k}, {label}", partial(_best, name=name, k=k))
     for (kind, label), k in product(CONTROLS.items(), KS):
         yield scope.recovery(f"{kind}_{k}", f"{k} {label}", partial(_mean, kind=kind, k=k), about=0.0, control=True)
-    for kind in CONTROLS:
-        yield from _gains(scope, kind)
+    yield from _gains(scope)
     yield scope.share("beats_8", "best 8 above every random 8", _beats)
     yield scope.mean("delimiters_8", "delimiters among the best 8, cross-fitted", partial(_delimiters, name="top"))
     label = "delimiters among the best 8, in-sample"
@@ -249,29 +272,34 @@ def _beats(one: Instance) -> bool | None:
     return best > max(drawn) if drawn and best is not None else None
 
 
-def _gains(scope: effects.Scope, kind: str) -> Iterator[Effect]:
-    """What the best k recover more than random ones, with the draws' p-value corrected over k."""
+def _gains(scope: effects.Scope) -> Iterator[Effect]:
+    """What the best k recover more than random ones; of eight with the p-values of permuted slots."""
+    tests = _tests(scope)
+    for (kind, label), k in product(CONTROLS.items(), KS):
+        moved = partial(_gain, kind=kind, k=k)
+        gain = scope.recovery(f"gain_{kind}_{k}", f"best {k} less {k} {label}", moved)
+        test = tests.get(kind) if k == K and gain.estimate is not None else None
+        yield gain.model_copy(update={"test": test})
+
+
+def _tests(scope: effects.Scope) -> dict[str, HypothesisTest]:
+    """By the draws that it stands beside: of eight slots permuted among all, and within their classes."""
     from kvnotes import stats
 
-    found: dict[int, tuple[Effect, float]] = {}
-    for k in KS:
-        gain = scope.recovery(f"gain_{kind}_{k}", f"best {k} less {k} {CONTROLS[kind]}", partial(_gain, kind=kind, k=k))
-        best, drawn = partial(_best, name="top", k=k), partial(_drawn, kind=kind, k=k)
-        p = scope.draws_test(best, drawn, group=lambda one: one.measures["fold"])
-        if p is None or gain.estimate is None:
-            yield gain
-        else:
-            found[k] = gain, p
-    adjusted = stats.benjamini_hochberg([p for _, p in found.values()]) if found else []
-    for (gain, _), p in zip(found.values(), adjusted, strict=True):
-        test = HypothesisTest(
-            name=f"random draws, BH over {len(found)}",
-            statistic=gain.estimate,
-            p=float(p),
+    best = partial(_best, name="top", k=K)
+    p = {kind: scope.permutation_p(best, partial(_drawn, kind=kind, k=K)) for kind in PERMUTED}
+    known = {kind: value for kind, value in p.items() if value is not None}
+    adjusted = stats.benjamini_hochberg([*known.values()]).tolist() if known else []
+    return {
+        PERMUTED[kind]: HypothesisTest(
+            name=f"slots permuted {WITHIN[kind]}, {len(_drawn(scope.rows[0], kind, K))} times, BH over {len(known)}",
+            statistic=None,
+            p=value,
             margin=None,
-            conclusion="different" if p <= effects.FALSE_DISCOVERIES else "inconclusive",
+            conclusion="different" if value <= effects.FALSE_DISCOVERIES else "inconclusive",
         )
-        yield gain.model_copy(update={"test": test})
+        for kind, value in zip(known, adjusted, strict=True)
+    }
 
 
 # --- tables ----------------------------------------------------------------------------------------------

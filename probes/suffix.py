@@ -87,12 +87,7 @@ def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures
     }
     counts, best = _counts(len(notes)), orders.get("top", [])
     draws = {
-        k: select.draws(
-            [p for p in notes if p not in best[:k]],
-            k=k,
-            n=config.draws,
-            rng=select.generator(config.seed, pair.id, f"{k}"),
-        )
+        k: select.unmatched(notes, best[:k], n=config.draws, rng=select.generator(config.seed, pair.id, f"{k}"))
         for k in counts
     }
     mapped = range(trial.model.shape["layers"]) if pair.id in plan["maps"] else ()

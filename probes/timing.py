@@ -19,7 +19,7 @@ from kvnotes import effects, probing
 from kvnotes.config import RunConfig
 from kvnotes.effects import Scope
 from kvnotes.probing import ARMS, Depth, Fits
-from kvnotes.records import Effect, Instance, Measures, Summary, Table
+from kvnotes.records import Effect, HypothesisTest, Instance, Measures, Summary, Table
 from kvnotes.runner import main
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ ALPHA = 0.05  # of a layer's permutation null
 RESAMPLES = 2000  # of scenarios, for the depths
 NOTES = (
     "conclusion: permit or restrict; rule: whether the first of the two rules applies or the second",
+    "probe depths: only where the largest ridge AUC of any layer is above its null, corrected over places and labels",
     "a depth: the layer, from 0, after which something holds to the last layer; an onset: the first of three in a row",
     "write and read: the ridge probe's held-out AUC above the 95th percentile of its permutation null; their "
     "intervals resample scenarios with probes and null as given, and the number of layers stands for 'at no layer'",
@@ -155,8 +156,11 @@ def summarise(
 def _effects(scope: Scope, fits: Mapping[str, Fits]) -> list[Effect]:
     commit = {one.id: _commit(one, scope.floor) for one in scope.rows}
     found: list[Effect] = []
+    tests = probing.verdicts({(name, place): own for name in LABELS for place, own in fits[name].nulls.items()})
     for label, prefix in LABELS.items():
-        (written, write_onset), (read, read_onset) = (_probe_depths(scope, fits[label], place) for place in PLACES)
+        (written, write_onset), (read, read_onset) = (
+            _probe_depths(scope, fits[label], place, test=tests.get((label, place))) for place in PLACES
+        )
         depths = {
             ("write_depth", "write depth: probe at the aggregator"): written,
             ("read_depth", "read depth: probe at the decision"): read,
@@ -179,13 +183,18 @@ def _effects(scope: Scope, fits: Mapping[str, Fits]) -> list[Effect]:
     ]
 
 
-def _probe_depths(scope: Scope, fits: Fits, place: str) -> tuple[Depth, Depth]:
-    """From where on the ridge probe's AUC stays above its null, and where it is so first for some layers in a row."""
+def _probe_depths(scope: Scope, fits: Fits, place: str, *, test: HypothesisTest | None) -> tuple[Depth, Depth]:
+    """From where on the ridge probe's AUC stays above its null, and where it is so first for some layers in a row; none
+    where the largest AUC of any layer is not above its own null: of many layers, one is above it by chance."""
     import numpy as np
 
     n, clusters, nulls = len(fits.rows), len({one.scenario for one in fits.rows}), fits.nulls.get(place, ())
-    if not nulls:
+    if not nulls or test is None:
         why = f"{n} pair(s) of whole 2x2 designs in {clusters} scenario(s), or a prompt without {place}: no probe"
+        nothing = Depth(estimate=None, drawn=np.zeros(0), n=n, clusters=clusters, warning=why)
+        return nothing, nothing
+    if test.conclusion != "decodable":
+        why = f"the AUC at the {place} is not above its permutation null: {test.name}, p = {test.p:.2g}"
         nothing = Depth(estimate=None, drawn=np.zeros(0), n=n, clusters=clusters, warning=why)
         return nothing, nothing
     bounds = np.array([one.bound(ALPHA) for one in nulls]) + 1e-9
@@ -325,7 +334,7 @@ def _headline(found: Sequence[Effect]) -> str:
         known = [(name.replace("_", " "), by_name[layout, name].estimate) for name in names]
         words = [f"{name} {'none' if layer is None else format(layer, '.3g')}" for name, layer in known]
         probed, n = by_name[layout, "read_depth"].n, by_name[layout, "commit_depth"].n
-        parts.append(f"{layout}: {', '.join(words)} (n={n}, {probed} of them in whole designs for the probes)")
+        parts.append(f"{layout}: {', '.join(words)} (n={n}; probes: {probed}, of whole designs)")
     return "; ".join(parts)
 
 

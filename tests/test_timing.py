@@ -211,7 +211,7 @@ def test_without_whole_designs_there_is_no_probe(tmp_path):
     assert found["commit_depth"].estimate is not None
     assert "no probe" in found["write_depth"].warning
     assert summary.headline == "l: write depth none, read depth none, rule write onset none, rule read onset none, " + (
-        "commit depth 1 (n=8, 0 of them in whole designs for the probes)"
+        "commit depth 1 (n=8; probes: 0, of whole designs)"
     )
 
 
