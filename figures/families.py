@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,7 +27,6 @@ OUT = Path("figures/out")
 STUDIES = ("locality", "dissociation", "specificity", "injection", "timing")
 COUNTS = (1, 2, 4, 8, 16)
 LIMITS = (-0.25, 1.3)
-BEST: Final = (("o", "-", "by other scenarios"), ("^", "--", "by the pair itself"))  # who ranked the best k
 AT_MOST = -math.inf  # the lower end of a value that the paper only bounds from above
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 
@@ -300,11 +299,10 @@ def _handles(models: Iterable[str], *, counts: bool) -> list[Artist]:
         for index, model in enumerate(models)
     ]
     made.append(Line2D([], [], color="#6B6B6B", marker="s", linestyle=":", markersize=5, label="control or identity"))
-    made += [
-        Line2D([], [], color="#6B6B6B", marker=marker, linestyle=line, markersize=5, label=f"best k: {words}")
-        for marker, line, words in BEST
-        if counts
-    ]
+    if counts:
+        own = Line2D([], [], color="#6B6B6B", marker="^", linestyle="--", label="best k, by the pair itself")
+        others = Line2D([], [], color="#6B6B6B", marker="o", linestyle="-", label="best k, by other scenarios")
+        made += [others, own]
     paper = Line2D([], [], linestyle="none", marker="D", markersize=4.5, label="the paper's models")
     most = Line2D([], [], linestyle="none", marker="<", markersize=4.5, label="the paper's: at most")
     for mark in (paper, most):
