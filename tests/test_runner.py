@@ -35,7 +35,13 @@ def config(results: Path, **flags) -> RunConfig:
 
 def start(results: Path, *arguments: str, **more) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "probes.locality", *RUN, "--results", str(results), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=_hears_ctrl_c, **more)  # noqa: PLW1509
+
+
+def _hears_ctrl_c() -> None:
+    """A shell that starts the tests in the background makes them, and all that they start, deaf to SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(results: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
