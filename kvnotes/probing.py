@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,13 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnotes import select
-from kvnotes.effects import FALSE_DISCOVERIES, LEAST_SCENARIOS, Scope, clip
+from kvnotes.config import RunConfig
+from kvnotes.effects import FALSE_DISCOVERIES, LEAST_SCENARIOS, Scope, clip, scopes
 from kvnotes.instance import Pair, Piece, TokenPair, permits
 from kvnotes.records import Effect, HypothesisTest, Instance
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 K = TypeVar("K")
+T = TypeVar("T")
 
 ARMS = ("base", "target")
 COSTS = (0.1, 1.0, 10.0, 100.0, 1000.0)  # logistic C, at vectors whose mean square distance from their mean is 1
@@ -594,6 +596,26 @@ def fit_all(
         trained={name: fit_layers(x, prompts) for name, x in known.items()},
         nulls={} if flips is None else {name: null_layers(x, prompts, flips) for name, x in known.items()},
     )
+
+
+def fitted(
+    instances: Sequence[Instance],
+    config: RunConfig,
+    floor: float,
+    *,
+    arrays: Mapping[str, NDArray[Any]],
+    fit: Callable[[list[Instance], dict[str, NDArray[Any]]], T],
+) -> Iterator[tuple[Scope, T]]:
+    """What a summary goes over (see `effects.scopes`), each with what `fit` makes of its whole 2x2 designs and of their
+    rows of the arrays, which stand in the order of the measured instances; once, where all pairs pass the gate."""
+    places = {one.id: at for at, one in enumerate(one for one in instances if one.status != "skipped")}
+    known: dict[tuple[int, ...], T] = {}
+    for scope in scopes(instances, config, floor):
+        rows = complete(scope.rows)
+        at = tuple(places[one.id] for one in rows)
+        if at not in known:
+            known[at] = fit(rows, {name: x[list(at)] for name, x in arrays.items()})
+        yield scope, known[at]
 
 
 def by_pair(rows: Sequence[Instance], values: Floats) -> dict[str, float]:

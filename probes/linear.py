@@ -149,22 +149,15 @@ def summarise(
     """
     import numpy as np
 
-    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+    wide = {name: array.astype(np.float32) for name, array in arrays.items()}
+
+    def fit(rows: list[Instance], own: dict[str, np.ndarray]) -> tuple[dict[str, tuple[Fits, Fits]], Inside]:
+        return {label: _fit(rows, own, label, config) for label in LABELS}, _inside(rows, own, config)
+
     measured = [one for one in instances if one.status != "skipped"]
-    place = {one.id: at for at, one in enumerate(measured)}
     found: list[Effect] = []
     tables: dict[str, Table] = {}
-    fitted: dict[str, tuple[dict[str, tuple[Fits, Fits]], Inside]] = {}
-    for scope in effects.scopes(instances, config, floor):
-        rows = probing.complete(scope.rows)
-        at = [place[one.id] for one in rows]
-        if str(at) not in fitted:  # where all pairs pass the gate, both are the same
-            own = {name: one[at] for name, one in arrays.items()}
-            fitted[str(at)] = (
-                {label: _fit(rows, own, label, config) for label in LABELS},
-                _inside(rows, own, config),
-            )
-        fits, inside = fitted[str(at)]
+    for scope, (fits, inside) in probing.fitted(instances, config, floor, arrays=wide, fit=fit):
         nulls = {(label, name): own for label in LABELS for name, own in fits[label][0].nulls.items()}
         tests = probing.verdicts(nulls)
         for name in _classes(measured):

@@ -135,19 +135,14 @@ def summarise(
     instances: Sequence[Instance], config: Settings, floor: float, arrays: Mapping[str, np.ndarray]
 ) -> Summary:
     """Depths, gated and ungated, and every layer of the gated pairs; from arrays as `condense` gives them."""
-    measured = [one for one in instances if one.status != "skipped"]
-    place = {one.id: at for at, one in enumerate(measured)}
+    asked = {"permutations": config.permutations, "seed": config.seed}
+
+    def fit(rows: list[Instance], cells: dict[str, np.ndarray]) -> dict[str, Fits]:
+        return {label: probing.fit_all(rows, cells, label=label, **asked) for label in LABELS}
+
     found: list[Effect] = []
     tables: dict[str, Table] = {}
-    fitted: dict[str, dict[str, Fits]] = {}
-    for scope in effects.scopes(instances, config, floor):
-        rows = probing.complete(scope.rows)
-        at = [place[one.id] for one in rows]
-        if str(at) not in fitted:  # where all pairs pass the gate, both are the same
-            cells = {place: x[at] for place, x in arrays.items()}
-            asked = {"permutations": config.permutations, "seed": config.seed}
-            fitted[str(at)] = {label: probing.fit_all(rows, cells, label=label, **asked) for label in LABELS}
-        fits = fitted[str(at)]
+    for scope, fits in probing.fitted(instances, config, floor, arrays=arrays, fit=fit):
         found += _effects(scope, fits)
         tables |= _tables(scope, fits) if scope.gated else {}
     return Summary(effects=tuple(found), tables=tables, notes=NOTES, headline=_headline(found))
