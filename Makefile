@@ -25,7 +25,7 @@ KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v)))
 $(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOWN),$(GIVEN)); known: $(KNOWN)))
 
-.PHONY: help setup check test models tasks probes families calibrate figures show bench clean
+.PHONY: help setup check test models tasks probes families circuit calibrate figures show bench clean
 
 help: ## what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,13 @@ families: $(READY) ## the paper's tables 3 and 4: five studies on MODELS="a b", 
 	@set -e; for model in $(MODELS); do for study in $(FAMILY); do \
 	  $(MAKE) --no-print-directory probe-$$study PAIR= WORDING= MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
 	$(PY) -m figures.families $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
+	  $(foreach m,$(MODELS),--model $(call quote,$(m))) $(call flag,LAYOUT,layout)
+
+CIRCUIT := heads direction attribution scrubbing sae
+circuit: $(READY) ## the paper's figure 15 and table 5: the five circuit studies on MODELS="a b"
+	@set -e; for model in $(MODELS); do for study in $(CIRCUIT); do \
+	  $(MAKE) --no-print-directory probe-$$study MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
+	$(PY) -m figures.circuit $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
 	  $(foreach m,$(MODELS),--model $(call quote,$(m))) $(call flag,LAYOUT,layout)
 
 calibrate: $(READY) ## every study on every planted model, expected beside measured

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OUT = Path("figures/out")
-_SHARED = {"__init__", "build", "style", "families", "forest", "page"}
+_SHARED = {"__init__", "build", "circuit", "style", "families", "forest", "page"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -7,7 +7,7 @@ beside them, with the numbers in full and the paper's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,12 +90,14 @@ class Cell:
 # --- records ----------------------------------------------------------------------------------------------
 
 
-def by_model(records: Mapping[str, Record], *, layout: str) -> dict[str, dict[str, Record]]:
+def by_model(
+    records: Mapping[str, Record], *, layout: str, studies: Collection[str] = STUDIES
+) -> dict[str, dict[str, Record]]:
     """Records of one layout by model and study, in the order given; of several with the study's own kind of pair the
     newest, whatever its other settings, which the caption names."""
     chosen: dict[str, dict[str, Record]] = {}
     for record in records.values():
-        if record.study not in STUDIES or record.layout != layout or "pair" in _unusual(record):
+        if record.study not in studies or record.layout != layout or "pair" in _unusual(record):
             continue
         here = chosen.setdefault(record.model.name, {})
         known = here.get(record.study)
@@ -270,16 +272,18 @@ def _finish(
 
     page.head(figure, heading)
     wanted = {measure.study for measure in measures} | ({"specificity"} if measures is TABLE4 else set())
-    lines = [_caption(model, found, wanted) for model, found in models.items()]
+    lines = [caption(model, found, wanted) for model, found in models.items()]
     lines += [
         "Pairs that pass the gate; intervals by scenario as in each study's own figure. A depth is (l + 1) / L for the "
         "layer l, from 0, after which something holds.",
         f"Open markers: {style.published()['source']}; other models, approximate values, no interval given.",
     ]
-    style.add_footer(figure, handles=_handles(models, counts=measures is TABLE4), columns=6, lines=lines)
+    shown = handles(models, counts=measures is TABLE4)
+    style.add_footer(figure, handles=shown, columns=6, lines=lines)
 
 
-def _caption(model: str, found: Mapping[str, Record], studies: Iterable[str]) -> str:
+def caption(model: str, found: Mapping[str, Record], studies: Iterable[str]) -> str:
+    """A model, its precision, and how many pairs each of some studies includes."""
     counts = [
         f"{study} {record.inclusion.included} of {record.inclusion.used} in {record.inclusion.scenarios} scenarios"
         + "".join(f", {key} {value}" for key, value in _unusual(record).items())
@@ -291,7 +295,8 @@ def _caption(model: str, found: Mapping[str, Record], studies: Iterable[str]) ->
     return f"{model}, {first.precision}, {first.dtype} on {first.device}: {included}."
 
 
-def _handles(models: Iterable[str], *, counts: bool) -> list[Artist]:
+def handles(models: Iterable[str], *, counts: bool = False) -> list[Artist]:
+    """The legend: a colour a model, controls, the paper's values; with `counts` who ranked the best k."""
     from matplotlib.lines import Line2D
 
     made: list[Artist] = [
@@ -325,15 +330,15 @@ def page(records: Mapping[str, Record], *, layout: str) -> str:
         "",
         "![table 3](table3.png)",
         "",
-        *_markdown("Table 3", TABLE3, models),
+        *markdown("Table 3", TABLE3, models),
         "",
         "![table 4](table4.png)",
         "",
-        *_markdown("Table 4", [*TABLE4, *_counts()], models),
+        *markdown("Table 4", [*TABLE4, *_counts()], models),
         "",
         "## Records",
         "",
-        *(f"- {line}" for line in _origins(models)),
+        *(f"- {line}" for line in origins(models)),
         "",
         f"The paper's values are of {style.published()['source']}: other models, approximate, without intervals. A "
         "depth is (l + 1) / L for the layer l, from 0, after which something holds, of L layers.",
@@ -354,7 +359,8 @@ def _counts() -> list[Measure]:
     ]
 
 
-def _markdown(title: str, measures: Sequence[Measure], models: Mapping[str, Mapping[str, Record]]) -> list[str]:
+def markdown(title: str, measures: Sequence[Measure], models: Mapping[str, Mapping[str, Record]]) -> list[str]:
+    """A table's lines: a row a measure, a column a model, and the paper's values."""
     rows = [f"| {title} | {' | '.join(models)} | the paper |", f"|---|{'---|' * (len(models) + 1)}"]
     for measure in measures:
         cells = [cell(measure, found).words for found in models.values()]
@@ -373,7 +379,8 @@ def _paper_words(measure: Measure) -> str:
     return "; ".join(parts)
 
 
-def _origins(models: Mapping[str, Mapping[str, Record]]) -> Iterable[str]:
+def origins(models: Mapping[str, Mapping[str, Record]]) -> Iterable[str]:
+    """How each record was made: command, commit and content hash."""
     for model, found in models.items():
         for study, record in found.items():
             made = record.provenance
@@ -395,7 +402,7 @@ def build(
 
     Raises RecordError where none of the models has a record of one of the studies.
     """
-    records = _wanted(find(results), model or [])
+    records = wanted(find(results), model or [])
     if layout == "all":
         raise RecordError("the tables are of one layout: name it, such as LAYOUT=table_field_first.")
     if not by_model(records, layout=layout):
@@ -411,7 +418,7 @@ def build(
     typer.echo(target)
 
 
-def _wanted(records: Mapping[str, Record], models: Sequence[str]) -> dict[str, Record]:
+def wanted(records: Mapping[str, Record], models: Sequence[str]) -> dict[str, Record]:
     """Records of the models asked for, in their order; a model may be asked for as a run would be, by a hub's name or a
     folder. Raises RecordError for a model without any."""
     from kvnotes.weights import run_name

@@ -120,12 +120,60 @@ class PlantedSpec:
         return site.head // (HEADS // self.kv_heads)
 
 
+def _heads(
+    *, single: tuple[float, float], direct: float, write: float, ranked: bool, shared: bool
+) -> Mapping[str, float]:
+    """What heads do. Where no head shows alone (`and`, whose MLP decides), which ones are best is chance."""
+    note = sum(single) if shared else max(single)  # with shared KV heads both notes are read from one
+    if not ranked:
+        return {
+            "all_heads": 1.0,
+            "direct_heads": 0.0,
+            "direct_mlps": 1.0,
+            "read_1": 0.0,
+            "write_1": 0.0,
+            "kv_1": float(shared),
+        }
+    reads = zip((*READ_HEADS, DIRECT_HEAD), (*single, direct), strict=True)
+    named = {f"head_{site.layer}.{site.head}": value for site, value in reads if value}
+    writer = f"head_{WRITE_HEAD.layer}.{WRITE_HEAD.head}"
+    return {
+        "all_heads": 1.0,
+        "direct_heads": 1.0,
+        "direct_mlps": 0.0,
+        "read_1": max(*single, direct),
+        "read_12": 1.0,
+        "read_in_sample_1": max(*single, direct),
+        "read_random_8": 0.0,
+        "read_rest": 0.0,
+        **named,
+        "write_1": max(single),
+        "write_12": max(single),
+        "write_sum": max(single),
+        "write_random_12": 0.0,
+        "write_any_slot_1": max(single),
+        "write_all_1": write,
+        "write_all_12": write,
+        "write_all_sum": write,
+        "write_all_random_12": 0.0,
+        "write_all_slots_1": write,
+        **({f"write_{writer}": max(single), f"write_all_{writer}": write} if write else {}),
+        "kv_1": note,
+    }
+
+
 def _expected(
-    *, field_only: float, single: tuple[float, float], rest: tuple[float, float], direct: float, write: float
+    *,
+    field_only: float,
+    single: tuple[float, float],
+    rest: tuple[float, float],
+    direct: float,
+    write: float,
+    shared: bool,
 ) -> Mapping[str, Mapping[str, float]]:
     """The table of one kind. `single[i]`: note i's cells alone; `rest[i]`: all other downstream cells.
 
-    `direct`: its own look-up alone; `write`: the write head at all notes.
+    `direct`: its own look-up alone; `write`: the write head at all notes; `shared`: query heads share KV heads.
     """
     notes_only, best = 1 - field_only, max(single)
     written = {"write_depth": WRITE_LAYER} if notes_only else {}
@@ -165,47 +213,81 @@ def _expected(
         "timing": {"commit_depth": READ_LAYER, "read_depth": READ_LAYER, **written},
         # a correction after the notes is read by the decision's own look-up alone, which then holds both values
         "wording": {"recovery_bare_value": field_only / 2, "recovery_old_value": 0.0},
-        "heads": {
-            "first_read": single[0],
-            "second_read": single[1],
-            "direct_read": direct,
-            "all_reads": 1.0,
-            "other_heads": 0.0,
-            "write_first_note": single[0],
-            "write_all_notes": write,
+        "heads": _heads(single=single, direct=direct, write=write, ranked=ranked, shared=shared),
+        # drawn random directions are orthogonal to the note's; without its conclusion the decision is half way
+        "direction": {
+            "along": best,
+            "full": best,
+            "random_own": 0.0,
+            "orthogonal": 0.0,
+            "projected": best / 2,
+            "along_all": write,
+            "full_all": write,
         },
-        "direction": {"first_note": single[0], "all_notes": write},
-        "attribution": {"attention": 1.0, "mlp": 0.0} if notes_only else {},
+        "attribution": _attribution(best=best, write=write, ranked=ranked),
+        "scrubbing": {
+            "drift": 0.0,
+            "swap": notes_only,
+            "note_swap": notes_only,
+            "rest_swap": 0.0,
+            "note_minus_rest": notes_only,
+            "scrubbed": 0.0,
+            "note_swap_any_slot": notes_only,
+            "rest_swap_any_slot": 0.0,
+            "note_swap_wrong": 0.0,
+            "rest_swap_wrong": notes_only,
+            "note_swap_random_any_slot": 0.0,
+            "drift_field": 0.6 * notes_only,  # 3 of the 5 lenders that share the field conclude otherwise
+        },
     }
     return MappingProxyType({study: MappingProxyType(values) for study, values in table.items()})
 
 
+def _attribution(*, best: float, write: float, ranked: bool) -> Mapping[str, float]:
+    """What attention and the MLPs write onto the best aggregator and onto all; nothing is written in `direct`, and no
+    single aggregator shows the notes of `and`."""
+    patched = {"attention_patched": best, "mlp_patched": 0.0, "attention_all_patched": write, "mlp_all_patched": 0.0}
+    if not write:
+        return {"full": 0.0, **patched}
+    alone = {"attention": 1.0, "mlp": 0.0, "attention_norm": 1.0} if ranked else {}
+    joint = {name: value for name, value in patched.items() if ranked or "_all_" in name}
+    return {**alone, "attention_all": 1.0, **joint}
+
+
 def _spec(kind: Kind, kv_heads: int) -> PlantedSpec:
+    shared = kv_heads < HEADS
     notes, direct, expected = {
         "notes": (
             (1.0,),
             0.0,
-            _expected(field_only=0.0, single=(1.0, 0.0), rest=(0.0, 1.0), direct=0.0, write=1.0),
+            _expected(field_only=0.0, single=(1.0, 0.0), rest=(0.0, 1.0), direct=0.0, write=1.0, shared=shared),
         ),
         "direct": (
             (),
             1.0,
-            _expected(field_only=1.0, single=(0.0, 0.0), rest=(0.0, 0.0), direct=1.0, write=0.0),
+            _expected(field_only=1.0, single=(0.0, 0.0), rest=(0.0, 0.0), direct=1.0, write=0.0, shared=shared),
         ),
         "mixed": (
             (ALPHA,),
             1 - ALPHA,
-            _expected(field_only=1 - ALPHA, single=(ALPHA, 0.0), rest=(0.0, ALPHA), direct=1 - ALPHA, write=ALPHA),
+            _expected(
+                field_only=1 - ALPHA,
+                single=(ALPHA, 0.0),
+                rest=(0.0, ALPHA),
+                direct=1 - ALPHA,
+                write=ALPHA,
+                shared=shared,
+            ),
         ),
         "both": (
             (0.5, 0.5),
             0.0,
-            _expected(field_only=0.0, single=(0.5, 0.5), rest=(0.5, 0.5), direct=0.0, write=1.0),
+            _expected(field_only=0.0, single=(0.5, 0.5), rest=(0.5, 0.5), direct=0.0, write=1.0, shared=shared),
         ),
         "and": (
             (1.0, 1.0),
             1.0,
-            _expected(field_only=0.0, single=(0.0, 0.0), rest=(0.0, 0.0), direct=0.0, write=1.0),
+            _expected(field_only=0.0, single=(0.0, 0.0), rest=(0.0, 0.0), direct=0.0, write=1.0, shared=shared),
         ),
     }[kind]
     return PlantedSpec(kind=kind, kv_heads=kv_heads, notes=notes, direct=direct, expected=expected)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,13 @@ class ResumeFile:
                 )
         return {key: np.stack([row[key] for row in rows]) for key in (sorted(rows[0]) if rows else [])}
 
+    def array(self, name: str, key: str) -> np.ndarray | None:
+        """One array of the named instance; None where it has none of that name."""
+        from safetensors import safe_open
+
+        with safe_open(self._array_file(name), framework="np") as file:
+            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (no mapping)
+
     def _array_file(self, name: str) -> Path:
         return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.safetensors"
 
@@ -129,6 +136,23 @@ class ResumeFile:
             return hashlib.sha256(self._array_file(done.instance.id).read_bytes()).hexdigest() == done.arrays
         except OSError:
             return False
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """The arrays that a study's `gather` gave of every instance that was not skipped, read from the disk one by one."""
+
+    file: ResumeFile
+    ids: tuple[str, ...]
+
+    @classmethod
+    def of(cls, file: ResumeFile, surveyed: Iterable[Finished]) -> Gathered:
+        """Those of the instances that have any."""
+        return cls(file, tuple(done.instance.id for done in surveyed if done.arrays is not None))
+
+    def array(self, instance: str, name: str) -> np.ndarray | None:
+        """One array of an instance, by their ids; None where the instance has none of that name."""
+        return self.file.array(instance, name)
 
 
 def _named(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -7,6 +7,10 @@ A study that chooses on some instances what it tests on others makes two passes 
 `survey(trial, config)`, then once `prepare(instances, config)`, whose plan (plain JSON values) goes into the record,
 then `measure(trial, config, plan)`. An instance's measures are those of both passes; `identities` sees all of them.
 
+A study of two passes that fits something on large arrays of other instances adds `gather(trial, config, measures)`,
+called with what `survey` measured: numpy arrays by name, of any shapes. They stand on the disk until the record is
+written; `prepare` gets all of them as a third argument and `measure` as `gathered=` (see `kvnotes.resume.Gathered`).
+
 A study that needs large arrays of every instance adds `collect(trial, config)` (with the plan, where there is one),
 which gives numpy arrays by name, of the same shapes for every pair. They stand in a file beside the record, stacked
 over the instances that were measured, in the record's order; its `summarise` takes them as a fourth argument. Where
@@ -14,6 +18,12 @@ they are larger than what is made of them, `condense(arrays, instances, config)`
 
 A study that borrows cells from other instances adds `donors(pair, pairs, plan)` (see `kvnotes.donors`); the runner
 prefills the pairs that it names, and its `measure` takes them as `donors=`.
+
+A study that needs something of the whole model first, such as a trained dictionary, adds
+`equip(model, config, pairs, plan)`, called once, just before the pairs are measured, with all usable pairs by id and
+the plan (empty without one). Its `measure` takes what that returns as `equipment=`; the `record` of it (plain JSON
+values: where it came from, what it chose) enters the plan as `equipment`. What takes long it keeps in a folder of its
+own and finds again there.
 """
 
 from __future__ import annotations
@@ -44,7 +54,7 @@ from kvnotes.config import RunConfig
 from kvnotes.errors import IdentityFailed, KVNotesError, UnknownName
 from kvnotes.instance import Pair, Skipped, TokenPair
 from kvnotes.records import Check, Gate, Instance, Record, Summary, Timings, Tokens
-from kvnotes.resume import Finished, ResumeFile
+from kvnotes.resume import Finished, Gathered, ResumeFile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,6 +112,7 @@ class Pass:
     arguments: tuple[Any, ...] = ()
     before: Mapping[str, Finished] = field(default_factory=dict)
     lender: Lender | None = None  # of a study that borrows cells
+    given: Mapping[str, Any] = field(default_factory=dict)  # by keyword: what the study gathered, and its equipment
 
     @property
     def is_last(self) -> bool:
@@ -174,18 +185,25 @@ def measure_all(study: Study, model: Model, pairs: list[Pair]) -> Measured:
     lender = _lender(study, model)
     kept = 0 if lender is None else min(lender.KEPT, len(usable))
     _require_memory(model, list(usable.values()), budget=study.config.memory * configs.MEGABYTE, lent=kept)
+    passes: tuple[Pass, ...] = ()
     plan: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    before: dict[str, Finished] = {}
     if study.asks("prepare"):
-        first = Pass(function="survey", file=resume_file(study, model, name="survey"), pairs=usable)
-        surveyed = run_pass(study, model, tokenised, first)
-        plan = prepare(study, surveyed)
-        file = resume_file(study, model, plan=plan)
+        passes = (Pass(function="survey", file=resume_file(study, model, name="survey"), pairs=usable),)
+        surveyed = run_pass(study, model, tokenised, passes[0])
         before = {done.instance.id: done for done in surveyed}
-        last = Pass(function="measure", file=file, pairs=usable, arguments=(plan,), before=before, lender=lender)
-        passes = (first, last)
-    else:
-        last = Pass(function="measure", file=resume_file(study, model), pairs=usable, lender=lender)
-        passes = (last,)
+        if study.asks("gather"):
+            given["gathered"] = Gathered.of(passes[0].file, surveyed)
+        plan = prepare(study, surveyed, **given)
+    if study.asks("equip"):
+        given["equipment"], plan = equip(study, model, usable, plan)
+    arguments = (plan,) if study.asks("prepare") else ()
+    file = resume_file(study, model, plan=plan or None)
+    last = Pass(
+        function="measure", file=file, pairs=usable, arguments=arguments, before=before, lender=lender, given=given
+    )
+    passes = (*passes, last)
     finished = run_pass(study, model, tokenised, last)
     files = tuple(one.file for one in passes)
     return Measured(finished=finished, plan=plan, arrays=_arrays(study, finished, last.file), files=files)
@@ -198,10 +216,19 @@ def _arrays(study: Study, finished: list[Finished], file: ResumeFile) -> Mapping
     return study.module.condense(stacked, rows, study.config) if rows and study.asks("condense") else stacked
 
 
-def prepare(study: Study, surveyed: list[Finished]) -> dict[str, Any]:
+def prepare(study: Study, surveyed: list[Finished], gathered: Gathered | None = None) -> dict[str, Any]:
     """The study's plan, from the instances that were surveyed, as a record keeps it: plain JSON values."""
     measured = tuple(done.instance for done in surveyed if done.instance.status != "skipped")
-    return json.loads(json.dumps(records.plain(study.module.prepare(measured, study.config)), allow_nan=False))
+    plan = study.module.prepare(measured, study.config, *([] if gathered is None else [gathered]))
+    return json.loads(json.dumps(records.plain(plan), allow_nan=False))
+
+
+def equip(
+    study: Study, model: Model, pairs: Mapping[str, TokenPair], plan: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """What the study makes once of the model, and the plan with its record."""
+    made = study.module.equip(model, study.config, pairs, plan)
+    return made, {**plan, "equipment": json.loads(json.dumps(records.plain(made.record), allow_nan=False))}
 
 
 def run_pass(study: Study, model: Model, pairs: list[TokenPair | Skipped], this: Pass) -> list[Finished]:
@@ -266,7 +293,7 @@ def _one(study: Study, model: Model, pair: TokenPair | Skipped, *, this: Pass, i
     if this.is_last and study.asks("identities"):
         identities |= study.module.identities(trial, measures)
     _hold(identities, pair=pair, model=model, config=study.config)
-    arrays = _collect(study, trial, this) if this.is_last and study.asks("collect") else None
+    arrays = _collect(study, trial, this, measures)
     seconds = time.perf_counter() - started
     done = Finished(
         instance=_instance(trial, measures, study.config, seconds),
@@ -282,7 +309,7 @@ def _measures(study: Study, trial: Trial, this: Pass, before: Finished | None) -
     runners = {"unedited", "full"}
     earlier = {} if before is None else {k: v for k, v in before.instance.measures.items() if k not in runners}
     lent = _donors(study, trial, this, this.lender) if this.lender is not None else {}
-    made = getattr(study.module, this.function)(trial, study.config, *this.arguments, **lent)
+    made = getattr(study.module, this.function)(trial, study.config, *this.arguments, **lent, **this.given)
     if twice := sorted(set(earlier) & set(made)):
         raise RunError(
             f"{study.config.study}: survey and measure both return {', '.join(twice)}; give them other names"
@@ -303,9 +330,12 @@ def _donors(study: Study, trial: Trial, this: Pass, lender: Lender) -> dict[str,
     return {"donors": lender.lend(study.module.donors(trial.pair, this.pairs, plan))}
 
 
-def _collect(study: Study, trial: Trial, this: Pass) -> str:
-    arrays = study.module.collect(trial, study.config, *this.arguments)
-    return this.file.keep_arrays(trial.pair.pair.id, arrays)
+def _collect(study: Study, trial: Trial, this: Pass, measures: Mapping[str, Any]) -> str | None:
+    """The instance's large arrays, put on the disk: of `gather` in the survey, of `collect` in the last pass."""
+    if not study.asks(function := "collect" if this.is_last else "gather"):
+        return None
+    arguments = this.arguments if this.is_last else (measures,)
+    return this.file.keep_arrays(trial.pair.pair.id, getattr(study.module, function)(trial, study.config, *arguments))
 
 
 def _hold(identities: Mapping[str, float], *, pair: TokenPair, model: Model, config: RunConfig) -> None:

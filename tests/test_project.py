@@ -87,6 +87,7 @@ def test_every_study_has_config_figure_and_test(study):
 
 
 PAIR, MANY = ["trial", "config"], ["instances", "config"]
+ONE_PASS = ("measure", "summarise", "identities")
 
 
 @pytest.mark.parametrize("study", sorted(discover.studies()))
@@ -94,7 +95,18 @@ def test_every_study_has_the_functions_of_one_pass_or_two(study):
     module = discover.study(study)
     found = {
         name: list(inspect.signature(getattr(module, name)).parameters)
-        for name in ("survey", "prepare", "donors", "measure", "summarise", "collect", "condense", "identities")
+        for name in (
+            "survey",
+            "prepare",
+            "donors",
+            "measure",
+            "summarise",
+            "collect",
+            "condense",
+            "identities",
+            "gather",
+            "equip",
+        )
         if hasattr(module, name)
     }
     two = "prepare" in found
@@ -103,6 +115,11 @@ def test_every_study_has_the_functions_of_one_pass_or_two(study):
         wanted |= {"survey": PAIR, "prepare": MANY}
     if "donors" in found:
         wanted |= {"donors": ["pair", "pairs", "plan"], "measure": [*wanted["measure"], "donors"]}
+    if "gather" in found:
+        wanted |= {"gather": [*PAIR, "measures"], "prepare": [*MANY, "gathered"]}
+        wanted["measure"] = [*wanted["measure"], "gathered"]
+    if "equip" in found:
+        wanted |= {"equip": ["model", "config", "pairs", "plan"], "measure": [*wanted["measure"], "equipment"]}
     if "collect" in found:
         wanted |= {"collect": wanted["measure"], "summarise": [*MANY, "floor", "arrays"]}
     if "condense" in found:
@@ -124,11 +141,11 @@ def settings(study: str) -> type:
 
 
 def test_no_setting_is_parsed_and_never_used():
-    """Each setting of any study occurs as `config.<name>` or `c.<name>` somewhere outside its declaration, or is what a
-    property of the settings returns."""
+    """Each setting of any study occurs as `config.<name>`, `c.<name>` or `recipe.<name>` somewhere outside its
+    declaration, or is what a property of the settings returns."""
     every = {name for study in discover.studies() for name in settings(study).model_fields}
     source = "".join(
         path.read_text(encoding="utf-8") for package in ("kvnotes", "probes", "circuits") for path in modules(package)
     )
-    uses = ("config.{}", "c.{}", "return self.{}")
+    uses = ("config.{}", "c.{}", "recipe.{}", "return self.{}")
     assert [name for name in sorted(every) if not any(use.format(name) in source for use in uses)] == []

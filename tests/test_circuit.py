@@ -1,0 +1,112 @@
+"""The circuit's summary page: six panels and table 5 from the records there are, and words where there is none."""
+
+from __future__ import annotations
+
+import pytest
+from sample_record import make_record
+from typer.testing import CliRunner
+
+from figures import build, circuit, style
+from kvnotes import discover, records
+from kvnotes.records import Record, RecordError, Table
+
+LAYOUT = "table_field_first"
+
+
+def record(model: str, study: str, tables: dict[str, Table] | None = None, **effects: float) -> Record:
+    """A record by hand; `effects` name its gated estimates."""
+    made = make_record(model=model, included=8, gated=1)
+    first = next(one for one in made.summary.effects if one.name == "field_only" and one.gated)
+    kept = [
+        first.model_copy(update={"name": name, "estimate": value, "low": value - 0.1, "high": value + 0.1})
+        for name, value in effects.items()
+    ]
+    summary = made.summary.model_copy(update={"effects": tuple(kept), "tables": tables or {}})
+    return made.model_copy(update={"study": study, "summary": summary})
+
+
+HEADS = {
+    "read heads": Table(columns=("head", "alone R"), rows=[["1.0", 0.33], ["0.1", -0.02], ["1.3", 0.005]]),
+    "attention of the read heads": Table(
+        columns=("head", "pairs", "itself", "aggregator"),
+        rows=[["1.0", 8, 0.1, 0.61], ["0.1", 8, 0.1, 0.02], ["1.2", 8, 0.1, 0.5], ["at random", 8, 0.1, 0.04]],
+    ),
+}
+
+
+def two_models() -> dict[str, Record]:
+    reads = {f"read_{k}": 0.2 + k / 50 for k in circuit.HEADS.ks}
+    found = (
+        record("one", "heads", HEADS, **reads, read_random_12=0.01, write_12=0.07, write_in_sample_12=0.09),
+        record("one", "scrubbing", note_swap=0.13, rest_swap=0.93, drift_size=0.21),
+        record("two", "scrubbing", note_swap=0.15, rest_swap=0.94),
+        record("two", "direction", along=0.05, full=0.11),
+    )
+    return {f"{one.model.name}/{one.study}/{LAYOUT}": one for one in found}
+
+
+def test_the_page_holds_table_5_the_papers_values_and_what_is_missing():
+    text = circuit.page(two_models(), layout=LAYOUT)
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert "0.44 [0.34, 0.54], n=8 | - (not run) | -" in lines["Read: 12 read heads"]
+    assert "Llama-3.1-8B: 0.78" in lines["Read: 12 read heads, in-sample"]  # as the paper ranked them
+    assert "0.09" in lines["Write: 12 heads at one aggregator, in-sample"]
+    assert "Mistral-7B: 0.11" in lines["Write: 12 heads at one aggregator, in-sample"]
+    assert "0.13 [0.03, 0.23], n=8 | 0.15 [0.05, 0.25], n=8 | Llama-3.1-8B: 0.79" in lines["Scrub: note of aggregators"]
+    assert "drift, two models: 0.02 to 0.04" in lines["Scrub: size of the drift"]
+    assert "Gemma-2-9B: 0.82 to 0.92" in lines["Attn: share of the write"]
+    assert "heads: read heads, 5" in lines
+    assert "direction: a random direction's own (control)" in lines  # in one line
+    assert "- one: no record of direction, attribution, sae" in text
+    assert "- two: no record of heads, attribution, sae" in text
+
+
+def test_a_panel_without_any_record_says_so_and_the_others_show_their_numbers():
+    with style.styled():
+        figure = circuit.draw(two_models(), layout=LAYOUT)["circuit/figure15"]
+    a, b, c, d, e, f = figure.axes
+    said = {ax: " ".join(text.get_text() for text in ax.texts) for ax in figure.axes}
+    assert "no record of attribution: run `make probe-attribution`" in said[c]
+    assert "no record of sae" in said[e]
+    assert "0.05 [" in said[b]
+    assert "not run" in said[b]  # one has no direction
+    assert "0.94 [" in said[d]
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in a.lines]
+    assert ([0.0, 1.0, 2.0, 3.0, 4.0], pytest.approx([0.22, 0.26, 0.3, 0.36, 0.44])) in drawn
+    assert ([pytest.approx(0.88)], [0.45]) in drawn  # the paper's, at three heads
+    assert ([0.61, 0.02], [0.33, -0.02]) in [(list(line.get_xdata()), list(line.get_ydata())) for line in f.lines]
+    assert "1.0" in [text.get_text() for text in f.texts]
+    assert "0.1" not in [text.get_text() for text in f.texts]  # it moves nothing
+
+
+def test_no_record_draws_nothing():
+    assert circuit.draw({}) == {}
+    assert circuit.draw(two_models(), layout="prose_field_first") == {}
+
+
+def test_it_is_a_page_and_no_study():
+    assert "circuit" not in build.studies()
+    assert {*circuit.STUDIES} <= {*discover.studies()}
+
+
+def test_the_papers_values_by_number_of_heads():
+    reads, writes = circuit.HEADS.curves[1], circuit.HEADS.curves[4]
+    assert circuit.HEADS.papers(reads) >= {(0, 0.19), (1, 0.45), (2, 0.59), (3, 0.7), (4, 0.78), (4, 0.72)}
+    assert circuit.HEADS.papers(writes) == {(4, 0.28), (4, 0.08), (4, 0.24), (4, 0.11)}
+    assert circuit.HEADS.papers(circuit.HEADS.curves[0]) == set()
+    features = circuit.FEATURES.curves[1]
+    assert circuit.FEATURES.papers(features) == {(0, 0.0), (1, 0.3), (2, 0.5), (3, 0.54)}
+
+
+def test_the_command_writes_figure_and_page(tmp_path):
+    for name, one in two_models().items():
+        records.write(one, tmp_path / "results" / f"{name}.json")
+    asked = [str(tmp_path / "results"), "--model", "two", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(circuit.app, asked)
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "out" / "circuit"
+    assert sorted(path.name for path in folder.iterdir()) == ["figure15.pdf", "figure15.png", "page.md"]
+    assert "| one" not in (folder / "page.md").read_text(encoding="utf-8")
+    (tmp_path / "none").mkdir()
+    missing = CliRunner().invoke(circuit.app, [str(tmp_path / "none")])
+    assert isinstance(missing.exception, RecordError)
