@@ -282,5 +282,5 @@ def test_build_draws_what_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_study_without_a_figure_is_named() -> None:
-    with pytest.raises(UnknownName, match="unknown figure 'heads'"):
-        build.draw("heads", {})
+    with pytest.raises(UnknownName, match="unknown figure 'nothing'"):
+        build.draw("nothing", {})
