@@ -346,7 +346,7 @@ def test_the_difference_of_means_of_other_scenarios_recovers_what_the_notes_carr
     direction = torch.stack(gaps).mean(0)
     arms = encode(tok, first)
     one = arms.span("delimiter.first_note")
-    for positions, key in ((one, "first_note"), (one + arms.span("delimiter.second_note"), "all_notes")):
+    for positions, key in ((one, "along"), (one + arms.span("delimiter.second_note"), "along_all")):
         at = torch.zeros(arms.base.shape[1], 1)
         at[positions] = 1
         handle = net.model.layers[WRITE_LAYER].register_forward_hook(
