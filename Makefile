@@ -63,21 +63,23 @@ probe-%: $(READY) ## one study, such as probe-locality: record, figure, printed 
 probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other, and a table of what they found
 	$(PY) -m kvnotes.cli overview $(call flag,MODEL,model) $(call flag,RESULTS,results)
 
-# each study has its own kind of pair: PAIR= and WORDING= are taken away, which make would hand on by itself
-FAMILY := locality dissociation specificity injection timing
 OTHERS := $(filter-out MODEL PAIR WORDING,TASK LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS)
-families: $(READY) ## the paper's tables 3 and 4: five studies on MODELS="a b", side by side
-	@set -e; for model in $(MODELS); do for study in $(FAMILY); do \
-	  $(MAKE) --no-print-directory probe-$$study PAIR= WORDING= MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
-	$(PY) -m figures.families $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
+# several studies on MODELS, then their page: $(call side-by-side,page,studies,settings that are taken away)
+define side-by-side
+	+@set -e; for model in $(MODELS); do for study in $(2); do \
+	  $(MAKE) --no-print-directory probe-$$study $(3) MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
+	$(PY) -m figures.$(1) $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
 	  $(foreach m,$(MODELS),--model $(call quote,$(m))) $(call flag,LAYOUT,layout)
+endef
+
+# each study has its own kind of pair, so PAIR= and WORDING= are taken away, which make would hand on by itself
+FAMILY := locality dissociation specificity injection timing
+families: $(READY) ## the paper's tables 3 and 4: five studies on MODELS="a b", side by side
+	$(call side-by-side,families,$(FAMILY),PAIR= WORDING=)
 
 CIRCUIT := heads direction attribution scrubbing sae
 circuit: $(READY) ## the paper's figure 15 and table 5: the five circuit studies on MODELS="a b"
-	@set -e; for model in $(MODELS); do for study in $(CIRCUIT); do \
-	  $(MAKE) --no-print-directory probe-$$study MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
-	$(PY) -m figures.circuit $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
-	  $(foreach m,$(MODELS),--model $(call quote,$(m))) $(call flag,LAYOUT,layout)
+	$(call side-by-side,circuit,$(CIRCUIT))
 
 calibrate: $(READY) ## every study on every planted model, expected beside measured
 	$(PY) -m kvnotes.cli calibrate $(call flag,RESULTS,results)

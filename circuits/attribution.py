@@ -8,7 +8,7 @@ base at the causal layer (frozen), or their outputs patched at every layer up to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,7 @@ def _joint(trial: Trial, plan: Measures) -> tuple[dict[str, Intervention], dict[
 def identities(trial: Trial, measures: Measures) -> dict[str, float]:
     """The parts sum to the difference at every layer of every site."""
     errors = [about["error"] for about in measures["sites"].values()]
-    return {"parts sum to the difference": max(errors)} if errors else {}
+    return {"parts sum to the difference": effects.worst(errors)} if errors else {}
 
 
 # --- an instance's numbers, from the record ---------------------------------------------------------------
@@ -255,7 +255,7 @@ def _effects(scope: effects.Scope) -> Iterator[Effect]:
         yield conclusion.ratio(scope, f"{writer}_all", name, own, whole)
     for name in ("full", *WRITERS):
         label = f"{WRITERS.get(name, 'everything')}, all aggregators together"
-        yield _recovery(scope, f"{name}_all_patched", label, partial(_joined, name=name))
+        yield scope.recovery(f"{name}_all_patched", label, partial(_joined, name=name))
 
 
 def _shares(scope: effects.Scope, kind: str, suffix: str, where: str) -> Iterator[Effect]:
@@ -275,20 +275,14 @@ def _shares(scope: effects.Scope, kind: str, suffix: str, where: str) -> Iterato
 
 
 def _patches(scope: effects.Scope, kind: str, suffix: str, where: str) -> Iterator[Effect]:
-    yield _recovery(scope, f"full{suffix}", f"full residual patch, {where}", partial(_moved, kind=kind, name="full"))
+    yield scope.recovery(f"full{suffix}", f"full residual patch, {where}", partial(_moved, kind=kind, name="full"))
     for writer, label in WRITERS.items():
         for name, tail, words in ((writer, "patched", "frozen"), (f"{writer}_live", "live", "live")):
             value = partial(_moved, kind=kind, name=name)
-            yield _recovery(scope, f"{writer}_{tail}{suffix}", f"{label} alone, {words}, {where}", value)
+            yield scope.recovery(f"{writer}_{tail}{suffix}", f"{label} alone, {words}, {where}", value)
         value = partial(_moved, kind=kind, name=f"random_{writer}")
         words = f"random vector as large as the {label}' part, {where}".replace("attention' ", "attention's ")
-        yield _recovery(scope, f"random_{writer}{suffix}", words, value, about=0.0, control=True)
-
-
-def _recovery(
-    scope: effects.Scope, name: str, label: str, value: Callable[[Instance], float | None], **more: Any
-) -> Effect:
-    return scope.having(value).recovery(name, label, lambda one: value(one) or 0.0, **more)
+        yield scope.recovery(f"random_{writer}{suffix}", words, value, about=0.0, control=True)
 
 
 # --- tables -----------------------------------------------------------------------------------------------

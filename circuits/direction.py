@@ -232,7 +232,7 @@ def identities(trial: Trial, measures: Measures) -> dict[str, float]:
     """The component and the rest, added, are the full patch."""
     scale = max(1.0, abs(trial.unedited.gap))
     errors = [abs(some["summed"] - _causal(measures, kind, "full")) for kind, some in measures["margins"].items()]
-    return {"component and rest are the full patch": max(errors) / scale} if errors else {}
+    return {"component and rest are the full patch": effects.worst(errors) / scale} if errors else {}
 
 
 # --- an instance's numbers, from the record ---------------------------------------------------------------
@@ -319,7 +319,7 @@ def _effects(scope: effects.Scope) -> Iterator[Effect]:
         )
     words = {"along": "each along its permit less restrict", "along_shared": "each along its shared", "full": "in full"}
     for name, label in words.items():
-        yield _recovery(scope, f"{name}_all", f"all aggregators together, {label}", partial(_joined, name=name))
+        yield scope.recovery(f"{name}_all", f"all aggregators together, {label}", partial(_joined, name=name))
 
 
 def _at_site(scope: effects.Scope, kind: str, where: str) -> Iterator[Effect]:
@@ -327,7 +327,7 @@ def _at_site(scope: effects.Scope, kind: str, where: str) -> Iterator[Effect]:
     labels = {family: f"component along {conclusion.CODES[code]}" for family, code in CURVES.items()}
     labels |= {"along_shared": "component along the shared direction", "full": "full residual patch"}
     for name, label in labels.items():
-        made = _recovery(scope, name, f"{label}, {where}", partial(value, name=name))
+        made = scope.recovery(name, f"{label}, {where}", partial(value, name=name))
         tested = made.estimate is not None and name in TESTED
         yield made.model_copy(update={"test": _draws_test(scope, kind, name, made)}) if tested else made
     gaps = [abs(effects.gap(one)) for one in scope.rows]
@@ -338,10 +338,10 @@ def _at_site(scope: effects.Scope, kind: str, where: str) -> Iterator[Effect]:
         yield conclusion.ratio(scope, name.replace("along", "share"), words, share, whole, least=least)
     for name, label in {**ONCE, **{name: DRAWN[name] for name in DRAWN if name not in LOST}}.items():
         more = {"about": 0.0, "control": True} if name in DRAWN else {"control": name == "orthogonal"}
-        yield _recovery(scope, name, f"{label}, {where}", partial(value, name=name), **more)
+        yield scope.recovery(name, f"{label}, {where}", partial(value, name=name), **more)
     for name, label in LOST.items():
         more = {"about": 0.0, "control": True} if name in DRAWN else {}
-        yield _recovery(scope, name, f"{label}, {where}", partial(lost, name=name), **more)
+        yield scope.recovery(name, f"{label}, {where}", partial(lost, name=name), **more)
     yield _in_sample(scope, kind, "in_sample", f"along permit less restrict, best layer in-sample, {where}")
     for code, name in {"conclusion": "part", "shared": "part_shared"}.items():
         label = f"part of the difference's square along {conclusion.CODES.get(code, 'the shared direction')}, {where}"
@@ -352,27 +352,18 @@ def _number(one: Instance, value: Callable[[Instance], float | None]) -> float:
     return value(one) or 0.0
 
 
-def _recovery(
-    scope: effects.Scope, name: str, label: str, value: Callable[[Instance], float | None], **more: Any
-) -> Effect:
-    return scope.having(value).recovery(name, label, lambda one: value(one) or 0.0, **more)
-
-
-def _draws_test(scope: effects.Scope, kind: str, name: str, found: Effect) -> HypothesisTest:
+def _draws_test(scope: effects.Scope, kind: str, name: str, found: Effect) -> HypothesisTest | None:
     """Whether a direction recovers more than random ones at its norm: draw i is one a fold, so its pairs go together;
     one-sided, p = (b + 1) / (draws + 1)."""
-    rows = [one for one in scope.rows if kind in one.measures["margins"]]
-    drawn = [one.measures["margins"][kind][TESTED[name]] for one in rows]
-    whole = sum(_at(one, kind, name) or 0.0 for one in rows)
-    sums = [sum(effects.moved(one, m[i]) for one, m in zip(rows, drawn, strict=True)) for i in range(len(drawn[0]))]
-    p = (1 + sum(value >= whole for value in sums)) / (1 + len(sums))
-    return HypothesisTest(
-        name=f"{len(sums)} directions at its norm, drawn at random",
-        statistic=found.estimate,
-        p=p,
-        margin=None,
-        conclusion="different" if p <= effects.FALSE_DISCOVERIES else "inconclusive",
-    )
+    family = TESTED[name]
+
+    def drawn(one: Instance) -> list[float]:
+        margins = one.measures["margins"].get(kind, {}).get(family, [])
+        return [effects.moved(one, margin) for margin in margins]
+
+    p = scope.permutation_p(partial(_at, kind=kind, name=name), drawn)
+    words = f"{max(len(drawn(one)) for one in scope.rows)} directions at its norm, drawn at random"
+    return None if p is None else effects.different(words, p, statistic=found.estimate)
 
 
 def _in_sample(scope: effects.Scope, kind: str, name: str, label: str) -> Effect:
@@ -380,7 +371,7 @@ def _in_sample(scope: effects.Scope, kind: str, name: str, label: str) -> Effect
     rows = [one for one in scope.rows if kind in one.measures["margins"]]
     means = select.mean_effects(rows, partial(_by_layer, kind=kind, name="along"))
     best = max(means, key=lambda layer: means[layer], default="")
-    return _recovery(scope, name, label, lambda one: _by_layer(one, kind, "along").get(best))
+    return scope.recovery(name, label, lambda one: _by_layer(one, kind, "along").get(best))
 
 
 def _tables(gated: effects.Scope, ungated: effects.Scope) -> dict[str, Table]:

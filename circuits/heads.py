@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvnotes import effects, heads, hypothesis, select, sites
+from kvnotes import effects, heads, select, sites
 from kvnotes.config import RunConfig
 from kvnotes.heads import KS, NAMED, PLACES, READ, Place
 from kvnotes.records import Effect, HypothesisTest, Instance, Measures, Summary, Table
@@ -183,7 +183,7 @@ def identities(trial: Trial, measures: Measures) -> dict[str, float]:
     errors = [abs(both[run]["sum"] - getattr(trial.unedited, run)) for run in ("base", "target")]
     whole = measures["places"][READ]["margins"]["all"]["heads"]
     return {
-        "attributed parts sum to the margin": max(errors) / scale,
+        "attributed parts sum to the margin": effects.worst(errors) / scale,
         "all heads' z equal target": abs(whole - trial.unedited.target) / scale,
     }
 
@@ -336,8 +336,7 @@ def _effects(scope: effects.Scope) -> Iterator[Effect]:
 
 
 def _recovery(scope: effects.Scope, name: str, label: str, where: tuple[str, str, str], **more: Any) -> Effect:
-    here = scope.having(lambda one: _at(one, *where))
-    return here.recovery(name, label, lambda one: _at(one, *where) or 0.0, **more)
+    return scope.recovery(name, label, lambda one: _at(one, *where), **more)
 
 
 def _joint(scope: effects.Scope, place: Place, kind: str, k: int) -> Effect:
@@ -359,15 +358,11 @@ def _against_random(scope: effects.Scope, place: Place) -> dict[int, HypothesisT
             fold, values = one.measures["fold"], _drawn(one, place.name, f"{k}")
             chosen[fold] = chosen.get(fold, 0.0) + (_at(one, place.name, "top", f"{k}") or 0.0)
             drawn[fold] = [a + b for a, b in zip(drawn.get(fold, [0.0] * len(values)), values, strict=True)]
-        p = hypothesis.fold_p(chosen, drawn)
+        p = effects.fold_p(chosen, drawn)
         found |= {} if p is None else {k: p}
     adjusted = stats.benjamini_hochberg(list(found.values())) if found else []
-    return {k: _test(float(p), f"random heads, BH over {len(found)}") for k, p in zip(found, adjusted, strict=True)}
-
-
-def _test(p: float, name: str) -> HypothesisTest:
-    conclusion = "different" if p <= effects.FALSE_DISCOVERIES else "inconclusive"
-    return HypothesisTest(name=name, statistic=None, p=p, margin=None, conclusion=conclusion)
+    words = f"random heads, BH over {len(found)}"
+    return {k: effects.different(words, float(p)) for k, p in zip(found, adjusted, strict=True)}
 
 
 def _named_heads(scope: effects.Scope, place: Place) -> Iterator[Effect]:
@@ -384,15 +379,15 @@ def _screened(scope: effects.Scope, place: Place) -> Iterator[Effect]:
     well the gradient knew."""
     name, label = place.name, f"sum of single {place.label}"
     kept, others = (partial(_sum, place=name, kind=kind) for kind in ("alone", "others"))
-    here, beside = scope.having(kept), scope.having(others)
-    yield here.recovery(f"{name}_sum", f"{label}, kept by the gradient", lambda one: kept(one) or 0.0)
+    yield scope.recovery(f"{name}_sum", f"{label}, kept by the gradient", kept)
     label = f"{label}, at random, of the same layers"
-    yield beside.recovery(f"{name}_sum_random", label, lambda one: others(one) or 0.0, about=0.0, control=True)
+    yield scope.recovery(f"{name}_sum_random", label, others, about=0.0, control=True)
 
-    def each(one: Instance) -> float:
-        return statistics.fmean(_singles(one, name, ("others",)).values())
+    def each(one: Instance) -> float | None:
+        found = _singles(one, name, ("others",))
+        return statistics.fmean(found.values()) if found else None
 
-    yield beside.recovery(f"{name}_random_1", f"1 of the {place.label}, at random", each, about=0.0, control=True)
+    yield scope.recovery(f"{name}_random_1", f"1 of the {place.label}, at random", each, about=0.0, control=True)
     yield scope.mean(f"{name}_foretold", f"{place.label}: gradient against patch, r", partial(_foretold, place=name))
 
 

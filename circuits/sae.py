@@ -9,7 +9,7 @@ have there in prompts of the other conclusion. Reconstruction errors stay as the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvnotes import effects, features, reading, select, sites
+from kvnotes import conclusion, effects, features, reading, select, sites
 from kvnotes.config import RunConfig
 from kvnotes.effects import Scope
 from kvnotes.features import ARMS, IN_SAMPLE, KINDS
@@ -68,7 +68,7 @@ def survey(trial: Trial, config: Settings) -> Measures:
     if not (features.reserved(pair.pair.scenario) and trial.unedited.passes(config.gate_gap)):
         return found
     order = select.best(dict(zip(pair.downstream, found["single"], strict=True)))
-    first = {kind: next(iter(p for p in order if p in _among(pair, kind)), None) for kind in KINDS}
+    first = {kind: next(iter(p for p in order if p in conclusion.candidates(pair, kind)), None) for kind in KINDS}
     layers = range(trial.model.shape["layers"])
     asked = {
         f"{kind}:{layer}": _patch(f"{kind}:{layer}", layer, p, donor="target")
@@ -81,16 +81,8 @@ def survey(trial: Trial, config: Settings) -> Measures:
     return {**found, "profile": {kind: [round(margins[f"{kind}:{layer}"], 6) for layer in layers] for kind in kinds}}
 
 
-def _among(pair: TokenPair, kind: str) -> Sequence[int]:
-    return sites.aggregators(pair) if kind == "aggregator" else pair.downstream
-
-
 def _patch(name: str, layer: int, position: int, *, into: State = "base", **more: Any) -> ActivationPatch:
-    from kvnotes.interventions import ActivationPatch
-
-    return ActivationPatch(
-        name=name, point="resid_post", layer=layer, position=position, into=into, **{"donor": None, **more}
-    )
+    return conclusion.patch(name, position, layer, into=into, **{"donor": None, **more})
 
 
 def prepare(instances: Sequence[Instance], config: Settings) -> dict[str, Any]:
@@ -259,7 +251,9 @@ def identities(trial: Trial, measures: Measures) -> dict[str, float]:
     empty = [by["empty"]["0"][0] for by in measures.get("margins", {}).values()]
     scale = max(1.0, abs(trial.unedited.gap))
     return {
-        "a clamp of no feature equals base": max((abs(m - trial.unedited.base) / scale for m in empty), default=0.0)
+        "a clamp of no feature equals base": effects.worst(
+            [0.0, *(abs(m - trial.unedited.base) / scale for m in empty)]
+        )
     }
 
 
@@ -341,7 +335,7 @@ def _effects(scope: Scope) -> Iterator[Effect]:
     for kind, suffix in SUFFIXES.items():
         at = f", {KINDS[kind]}"
         for name, label in WHOLE.items():
-            yield _recovery(scope, f"{name}{suffix}", label + at, partial(_moved, kind=kind, family=name, k=ALL))
+            yield scope.recovery(f"{name}{suffix}", label + at, partial(_moved, kind=kind, family=name, k=ALL))
         for family, (label, control) in FAMILIES.items():
             if family == "ablate_random" and kind != "aggregator":
                 continue
@@ -350,15 +344,11 @@ def _effects(scope: Scope) -> Iterator[Effect]:
                 value = partial(_moved, kind=kind, family=family, k=str(k))
                 about = {"about": 0.0} if control else {}
                 name = f"{family}_{k}{suffix}"
-                yield _recovery(scope, name, label.format(k=k) + at, value, control=control, **about)
+                yield scope.recovery(name, label.format(k=k) + at, value, control=control, **about)
         for label, name in (("conclusion", "auc"), ("rule", "auc_rule")):
             value = reading.placed(scope, kind, label)
             auc = scope.mean(f"{name}{suffix}", f"held-out AUC of the best feature for the {label}{at}", value)
             yield auc.model_copy(update={"low": effects.clip(auc.low), "high": effects.clip(auc.high)})
-
-
-def _recovery(scope: Scope, name: str, label: str, value: Callable[[Instance], float | None], **more: Any) -> Effect:
-    return scope.having(value).recovery(name, label, lambda one: value(one) or 0.0, **more)
 
 
 # --- tables -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvnotes import effects, hypothesis, scrubs, select
 from kvnotes.config import RunConfig
 from kvnotes.effects import Scope
 from kvnotes.hypothesis import RUNS, Hypothesis, Resampling
+from kvnotes.instance import partners
 from kvnotes.records import Effect, Instance, Measures, Summary, Table
 from kvnotes.runner import main
 
@@ -135,8 +136,7 @@ def prepare(instances: Sequence[Instance], config: Settings) -> dict[str, Any]:
 
 def donors(pair: TokenPair, pairs: Mapping[str, TokenPair], plan: Measures) -> list[TokenPair]:
     """The other pair of the 2x2 design, where there is one that stands at the same positions."""
-    others = [one for one in pairs.values() if one.pair.group == pair.pair.group and one is not pair]
-    return [one for one in others if hypothesis.same_design(pair, one)]
+    return partners(pair, pairs)
 
 
 def measure(trial: Trial, config: Settings, plan: Measures, *, donors: Sequence[Donor]) -> Measures:
@@ -254,7 +254,7 @@ NOTES = (
     "with other neutral rules; cells are matched by slot, keys turned to where they come to stand.",
     "The whole downstream from the polarity partner is notes-only, the mirror of the trigger alone: an identity. And "
     "the base with the target's note is nearly the target with the base's rest: one lender's swaps are no two results.",
-    "wrong and random notes: lenders of the 2x2 alone; p: all sets of a fold, the chosen one too, are equally likely.",
+    "wrong and random notes: lenders of the 2x2 alone; p: random sets, one of each fold together, that move as much.",
     "field, coin: the variable is the field, which is independent of the conclusion, or a coin a prompt: a partition "
     "of the inputs that does not matter should drift.",
 )
@@ -269,15 +269,15 @@ def _effects(scope: Scope) -> Iterator[Effect]:
     for one in HYPOTHESES:
         for test in one.tests:
             value = partial(scrubs.mean, of=one, test=test, known=scope.gated)
-            yield _recovery(
-                scope, one.effect(test.name), _label(one, test), value, about=_about(one, test), control=one.control
+            yield scope.recovery(
+                one.effect(test.name), _label(one, test), value, about=_about(one, test), control=one.control
             )
         if set(SWAPS) <= set(one.tests):
             value = partial(_difference, of=one, known=scope.gated)
             label = f"note minus rest: {one.words}"
-            yield _recovery(scope, one.effect("note_minus_rest"), label, value, control=one.control)
+            yield scope.recovery(one.effect("note_minus_rest"), label, value, control=one.control)
     size = partial(scrubs.size, of=NOTE, test=DRIFT, known=scope.gated)
-    yield _recovery(scope, "drift_size", "size of the drift, same conclusion", size, about=0.0)
+    yield scope.recovery("drift_size", "size of the drift, same conclusion", size, about=0.0)
     for one in (NOTE, ANY_SLOT):
         yield from _shares(scope, one)
     yield from _cosines(scope)
@@ -295,10 +295,6 @@ def _about(one: Hypothesis, test: Resampling) -> float | None:
     return 0.0 if test.note == "differs" and one.variable == "conclusion" else None
 
 
-def _recovery(scope: Scope, name: str, label: str, value: Value, **more: Any) -> Effect:
-    return scope.having(value).recovery(name, label, lambda one: value(one) or 0.0, **more)
-
-
 def _difference(one: Instance, *, of: Hypothesis, known: bool) -> float | None:
     """Note minus rest, of one instance."""
     note, rest = (scrubs.mean(one, of=of, test=test, known=known) for test in SWAPS)
@@ -309,7 +305,11 @@ def _shares(scope: Scope, one: Hypothesis) -> Iterator[Effect]:
     """Of instances: whose decision is the target's, and whose note moves it more than the rest."""
 
     def share(name: str, label: str, value: Value, above: Callable[[Instance], float]) -> Effect:
-        return scope.having(value).share(one.effect(name), label, lambda o: (value(o) or 0.0) > above(o))
+        def holds(o: Instance) -> bool | None:
+            moved = value(o)
+            return None if moved is None else moved > above(o)
+
+        return scope.share(one.effect(name), label, holds)
 
     for test in [test for test in (DRIFT, *SWAPS) if test in one.tests]:
         value = partial(scrubs.mean, of=one, test=test, known=scope.gated)
@@ -394,7 +394,7 @@ def _drawn(scope: Scope) -> Table:
             for name, by in sums.moved.items()
         }
         drawn = share[random.name]
-        p = hypothesis.fold_p({fold: by[0] for fold, by in sums.moved[own.name].items()}, sums.moved[random.name])
+        p = effects.fold_p({fold: by[0] for fold, by in sums.moved[own.name].items()}, sums.moved[random.name])
         wrongs = share[wrong.name]
         rows.append(
             [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvnotes import discover
 from kvnotes.commandline import guard
 from kvnotes.errors import UnknownName
 from kvnotes.records import Record, find
@@ -17,14 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OUT = Path("figures/out")
-_SHARED = {"__init__", "build", "circuit", "style", "families", "forest", "page"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def studies() -> list[str]:
-    """Studies that have a figure: the modules of this package, by their stem."""
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in _SHARED)
+    """Studies that have a figure: the modules of this package that are called like one."""
+    return sorted({*discover.stems("figures")} & {*discover.studies()})
 
 
 def draw(study: str, records: Mapping[str, Record]) -> dict[str, Figure]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ import typer
 from figures import families
 from figures.families import COLOURS, Cell, Measure
 from kvnotes.commandline import guard
-from kvnotes.records import Record, RecordError, find, write_atomically
+from kvnotes.records import Record, RecordError, find
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -440,15 +441,7 @@ def build(
     records = families.wanted(find(results), model or [])
     if not by_model(records, layout=layout):
         raise RecordError(f"{results}: no record of {', '.join(STUDIES)} with layout {layout}; run `make circuit`.")
-    from figures import style
-
-    with style.styled():
-        for name, figure in draw(records, layout=layout).items():
-            for file in style.save(figure, out / name):
-                typer.echo(file)
-    target = out / "circuit" / "page.md"
-    write_atomically(page(records, layout=layout).encode(), target)
-    typer.echo(target)
+    families.publish("circuit", partial(draw, records, layout=layout), page(records, layout=layout), out=out)
 
 
 def main() -> None:

@@ -7,8 +7,9 @@ beside them, with the numbers in full and the paper's.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -407,14 +408,18 @@ def build(
         raise RecordError("the tables are of one layout: name it, such as LAYOUT=table_field_first.")
     if not by_model(records, layout=layout):
         raise RecordError(f"{results}: no record of {', '.join(STUDIES)} with layout {layout}; run `make families`.")
+    publish("families", partial(draw, records, layout=layout), page(records, layout=layout), out=out)
+
+
+def publish(name: str, drawn: Callable[[], Mapping[str, Figure]], text: str, *, out: Path) -> None:
+    """Draw and save the figures, write their page beside them, and say where they are."""
     from figures import style
 
     with style.styled():
-        for name, figure in draw(records, layout=layout).items():
-            for file in style.save(figure, out / name):
-                typer.echo(file)
-    target = out / "families" / "page.md"
-    write_atomically(page(records, layout=layout).encode(), target)
+        for file in (file for title, figure in drawn().items() for file in style.save(figure, out / title)):
+            typer.echo(file)
+    target = out / name / "page.md"
+    write_atomically(text.encode(), target)
     typer.echo(target)
 
 

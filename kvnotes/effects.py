@@ -98,7 +98,8 @@ class Scope:
         tested = [one.name for one in found if one.estimate is not None]
         p = {name: self.having(members[name])._sign_flips(_number(members[name])) for name in tested}
         adjusted = dict(zip(tested, stats.benjamini_hochberg(list(p.values())), strict=True)) if p else {}
-        tests = {name: _corrected(float(value), of=len(tested)) for name, value in adjusted.items()}
+        words = f"sign flips by scenario, BH over {len(tested)}"
+        tests = {name: different(words, float(value)) for name, value in adjusted.items()}
         return [one.model_copy(update={"test": tests.get(one.name)}) for one in found]
 
     def having(self, value: Callable[[Instance], float | None]) -> Scope:
@@ -137,8 +138,7 @@ class Scope:
         if not rows:
             return None
         whole, *others = np.sum([[value(one), *permuted(one)] for one in rows], axis=0).tolist()
-        least = whole - 1e-9 * max(1.0, abs(whole))
-        return (1 + sum(other >= least for other in others)) / (1 + len(others))
+        return rank_p(whole, others)
 
     def _sign_flips(self, moved: Callable[[Instance], float]) -> float:
         from kvnotes import stats
@@ -358,6 +358,22 @@ def gate(one: Instance) -> Gate:
     return one.gate
 
 
+def rank_p(chosen: float, others: Sequence[float]) -> float:
+    """How often others are as large as what was chosen, (b + 1) / (others + 1): one-sided. What differs by rounding is
+    as large."""
+    least = chosen - 1e-9 * max(1.0, abs(chosen))
+    return (1 + sum(other >= least for other in others)) / (1 + len(others))
+
+
+def fold_p(chosen: Mapping[int, float], drawn: Mapping[int, Sequence[float]]) -> float | None:
+    """`rank_p` of chosen sets against random ones. `chosen` and `drawn` are sums over a fold's instances. Draw i of one
+    fold goes with draw i of the other, not with all of them: two folds that choose alike make one choice, not two."""
+    if not chosen or any(not drawn[fold] for fold in chosen):
+        return None
+    sums = [sum(some) for some in zip(*(drawn[fold] for fold in chosen), strict=False)]  # as many as the fewest
+    return rank_p(sum(chosen.values()), sums)
+
+
 def worst(errors: Iterable[float]) -> float:
     """The largest of an identity's errors; NaN where one of them is, which `max` may lose."""
     return max(errors, key=lambda error: (math.isnan(error), error))
@@ -385,10 +401,10 @@ def _number(value: Callable[[Instance], float | None]) -> Callable[[Instance], f
     return found
 
 
-def _corrected(p: float, *, of: int) -> HypothesisTest:
+def different(name: str, p: float, *, statistic: float | None = None) -> HypothesisTest:
+    """The test of a difference, by its p-value, corrected where it is one of a family."""
     conclusion = "different" if p <= FALSE_DISCOVERIES else "inconclusive"
-    name = f"sign flips by scenario, BH over {of}"
-    return HypothesisTest(name=name, statistic=None, p=p, margin=None, conclusion=conclusion)
+    return HypothesisTest(name=name, statistic=statistic, p=p, margin=None, conclusion=conclusion)
 
 
 def clip(limit: float | None) -> float | None:

@@ -142,21 +142,14 @@ def survey(trial: Trial) -> Measures:
     return {**found, "without": [round(left.get(f"without:{p}", trial.unedited.base), 6) for p in places]}
 
 
-def moved(one: Instance) -> dict[str, float]:
-    """A slot's first and last marginal effect, in logits: alone, and what is lost of all notes without it. One of them
-    is 0 where notes work only together, the other where they are redundant."""
-    lost = select.by_slot(one, [one.measures["notes"] - margin for margin in one.measures["without"]])
-    return {slot: (value + lost[slot]) / 2 for slot, value in sites.moved(one).items()}
-
-
 def notes(
     one: Hypothesis, rows: Sequence[Instance], slots: Sequence[str], *, size: int, draws: int, seed: int
 ) -> dict[str, Any]:
     """The note's slots that some instances choose among `slots`: one set, or `draws` where they are drawn at random.
     `possible` sets there were to draw; `exact` is false where classmates were too few and others fill up. The ranking
-    is by `moved`. No rows choose no set."""
+    is by `sites.either`. No rows choose no set."""
     wanted = [slot for slot in slots if one.among == "any" or select.slot_class(slot) == sites.AGGREGATOR]
-    ranked = [slot for slot in select.rank(rows, moved) if slot in wanted][:size]
+    ranked = [slot for slot in select.rank(rows, sites.either) if slot in wanted][:size]
     if one.chosen in ("ranked", "in_sample") or not ranked:
         return {"sets": [ranked] if ranked else [], "possible": 1, "exact": True}
     best = [slots.index(slot) for slot in ranked]
@@ -168,28 +161,3 @@ def notes(
         found = select.unmatched(places, best, n=draws, rng=rng)
     sets = [[slots[i] for i in chosen] for chosen in found.sets]
     return {"sets": sets, "possible": found.possible, "exact": found.exact}
-
-
-# --- donors -----------------------------------------------------------------------------------------------
-
-
-def same_design(pair: TokenPair, other: TokenPair) -> bool:
-    """Whether two pairs stand at the same positions and differ in field and changed span alone, with the same two
-    actions: the two pairs of a 2x2 of field and rule."""
-    if len(pair.base_ids) != len(other.base_ids) or pair.changed != other.changed:
-        return False
-    differ = {p for p, (a, b) in enumerate(zip(pair.base_ids, other.base_ids, strict=True)) if a != b}
-    actions = {pair.base_action, pair.target_action} == {other.base_action, other.target_action}
-    return actions and differ <= {*pair.positions("field"), *pair.changed}
-
-
-def fold_p(chosen: Mapping[int, float], drawn: Mapping[int, Sequence[float]]) -> float | None:
-    """How often random sets move as much as the chosen ones, (b + 1) / (draws + 1), one-sided. `chosen` and `drawn` are
-    sums over a fold's instances. Draw i of one fold goes with draw i of the other, not with all of them: two folds that
-    choose alike make one choice, not two."""
-    if not chosen or any(not drawn[fold] for fold in chosen):
-        return None
-    sums = [sum(some) for some in zip(*(drawn[fold] for fold in chosen), strict=False)]  # as many as the fewest
-    whole = sum(chosen.values())
-    least = whole - 1e-9 * max(1.0, abs(whole))
-    return (1 + sum(value >= least for value in sums)) / (1 + len(sums))

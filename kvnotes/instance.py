@@ -158,3 +158,19 @@ class Skipped:
     pair: Pair
     reason: str
     detail: str
+
+
+def partners(pair: TokenPair, pairs: Mapping[str, TokenPair]) -> list[TokenPair]:
+    """The other pair of a 2x2 of field and rule: same rules and words, the other field. None where it could not be used
+    or is tokenised differently, so that positions do not match."""
+    others = [one for one in pairs.values() if one.pair.group == pair.pair.group and one is not pair]
+    return [one for one in others if _same_design(pair, one)]
+
+
+def _same_design(pair: TokenPair, other: TokenPair) -> bool:
+    """Whether both have the same positions and the same two actions, and differ in field and changed span alone."""
+    if len(pair.base_ids) != len(other.base_ids) or pair.changed != other.changed:
+        return False
+    differ = {p for p, (a, b) in enumerate(zip(pair.base_ids, other.base_ids, strict=True)) if a != b}
+    actions = {pair.base_action, pair.target_action} == {other.base_action, other.target_action}
+    return actions and differ <= {*pair.positions("field"), *pair.changed}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvnotes import effects, features, hypothesis, probing
+from kvnotes import effects, features, probing
 from kvnotes.effects import Scope
 from kvnotes.features import ARMS, KINDS, LABELS, TESTED
 from kvnotes.records import Instance, Table
@@ -130,7 +130,7 @@ def _against(scope: Scope, kind: str, k: int, each: Each) -> list[Any] | None:
         {fold: _summed([each(one, kind, family, str(k)) for one in rows]) for fold, rows in by_fold.items() if rows}
         for family in ("clamp", "random")
     )
-    p = hypothesis.fold_p({fold: sums[0] for fold, sums in clamped.items()}, drawn)
+    p = effects.fold_p({fold: sums[0] for fold, sums in clamped.items()}, drawn)
     every = [sum(parts) / gaps for parts in zip(*drawn.values(), strict=False)]
     whole = sum(sums[0] for sums in clamped.values()) / gaps
     return [KINDS[kind], k, len(here), whole, sum(every) / len(every), max(every), len(every), p]

@@ -37,7 +37,7 @@ class Relative:
 def relatives(
     trial: Trial, others: Sequence[Donor], lender: Lender, config: RunConfig, *, positions: Sequence[int], fillers: int
 ) -> list[Relative]:
-    """Both arms of the pair itself, of `others` (which stand at the same positions, as `hypothesis.same_design` has it)
+    """Both arms of the pair itself, of `others` (which stand at the same positions, as `instance.partners` has it)
     and of all of them with `fillers` further sets of neutral rules. One whose slots are not one's own at some of the
     `positions` lends there nothing."""
     own = Donor(pair=trial.pair, states=trial.states)

@@ -55,6 +55,18 @@ def moved(one: Instance) -> dict[str, float]:
     return select.by_slot(one, [effects.moved(one, margin) for margin in one.measures["single"]])
 
 
+def lost(one: Instance) -> dict[str, float]:
+    """What is lost, of all notes' effect, without each slot's cells (the margins `without` of a survey), in logits."""
+    return select.by_slot(one, [one.measures["notes"] - margin for margin in one.measures["without"]])
+
+
+def either(one: Instance) -> dict[str, float]:
+    """A slot's first and last marginal effect, in logits: alone, and what is lost of all notes without it. One of them
+    is 0 where notes work only together, the other where they are redundant."""
+    missing = lost(one)
+    return {slot: (value + missing[slot]) / 2 for slot, value in moved(one).items()}
+
+
 def _positions(one: Instance) -> dict[int, float]:
     return dict(zip(select.downstream(one), one.measures["single"], strict=True))
 

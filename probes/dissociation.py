@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvnotes import effects, probing
 from kvnotes.config import RunConfig
+from kvnotes.instance import partners
 from kvnotes.records import Effect, Instance, Measures, Summary
 from kvnotes.runner import main
 
@@ -28,16 +29,7 @@ TITLE = "Dissociation: the trigger's cells against the notes, the field held ide
 def donors(pair: TokenPair, pairs: Mapping[str, TokenPair], plan: Measures) -> list[TokenPair]:
     """The other pair of the 2x2 design: same rules and words, the other field. None where it could not be used or
     is tokenised differently, so that positions do not match."""
-    others = [one for one in pairs.values() if one.pair.group == pair.pair.group and one is not pair]
-    return [one for one in others if _fits(pair, one)]
-
-
-def _fits(pair: TokenPair, other: TokenPair) -> bool:
-    if len(pair.base_ids) != len(other.base_ids) or pair.changed != other.changed:
-        return False
-    differ = {p for p, (a, b) in enumerate(zip(pair.base_ids, other.base_ids, strict=True)) if a != b}
-    actions = {pair.base_action, pair.target_action} == {other.base_action, other.target_action}
-    return actions and differ <= {*pair.positions("field"), *pair.changed}
+    return partners(pair, pairs)
 
 
 def interventions(pair: TokenPair, donors: Sequence[Donor]) -> list[CacheEdit]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvnotes import effects, select
+from kvnotes import effects, select, sites
 from kvnotes.config import RunConfig
 from kvnotes.records import Effect, HypothesisTest, Instance, Measures, Summary, Table
 from kvnotes.runner import main
@@ -50,9 +50,7 @@ class Settings(RunConfig):
 
 def survey(trial: Trial, config: Settings) -> Measures:
     """The margin of all notes, and of each downstream position alone, in their order."""
-    notes = trial.pair.downstream
-    margins = _ask(trial, {"notes": notes, **{f"single:{p}": (p,) for p in notes}})
-    return {"notes": margins["notes"], "single": [margins[f"single:{p}"] for p in notes]}
+    return sites.survey(trial)
 
 
 def prepare(instances: Sequence[Instance], config: Settings) -> dict[str, Any]:
@@ -65,7 +63,7 @@ def prepare(instances: Sequence[Instance], config: Settings) -> dict[str, Any]:
         if not rows:
             return {}
         slots = shared[rows[0].layout]
-        best = [slot for slot in select.rank(rows, _singles) if slot in slots][: max(KS)]
+        best = [slot for slot in select.rank(rows, sites.moved) if slot in slots][: max(KS)]
         return {"top": best, "sets": {str(k): _sets(slots, best[:k], config) for k in KS if k <= len(best)}}
 
     return {
@@ -168,10 +166,6 @@ def _ask(trial: Trial, positions: Mapping[str, Sequence[int]]) -> dict[str, floa
 
 
 # --- an instance's numbers, from the record ---------------------------------------------------------------
-
-
-def _singles(one: Instance) -> dict[str, float]:
-    return select.by_slot(one, [effects.moved(one, margin) for margin in one.measures["single"]])
 
 
 def _own(one: Instance) -> list[int]:
@@ -291,12 +285,8 @@ def _tests(scope: effects.Scope) -> dict[str, HypothesisTest]:
     known = {kind: value for kind, value in p.items() if value is not None}
     adjusted = stats.benjamini_hochberg([*known.values()]).tolist() if known else []
     return {
-        PERMUTED[kind]: HypothesisTest(
-            name=f"slots permuted {WITHIN[kind]}, {len(_drawn(scope.rows[0], kind, K))} times, BH over {len(known)}",
-            statistic=None,
-            p=value,
-            margin=None,
-            conclusion="different" if value <= effects.FALSE_DISCOVERIES else "inconclusive",
+        PERMUTED[kind]: effects.different(
+            f"slots permuted {WITHIN[kind]}, {len(_drawn(scope.rows[0], kind, K))} times, BH over {len(known)}", value
         )
         for kind, value in zip(known, adjusted, strict=True)
     }

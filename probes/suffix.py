@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from kvnotes import effects, select
+from kvnotes import effects, select, sites
 from kvnotes.config import RunConfig
 from kvnotes.instance import ROLES
 from kvnotes.records import Effect, Instance, Measures, Summary, Table
@@ -67,8 +67,8 @@ def survey(trial: Trial, config: Settings) -> Measures:
 def prepare(instances: Sequence[Instance], config: Settings) -> dict[str, Any]:
     """Slots ranked on either fold, each instance's own ranking, and the instances to map."""
     return {
-        "top": select.crossfit(instances, config.seed, lambda rows: select.rank(rows, _singles)),
-        "both": select.crossfit(instances, config.seed, lambda rows: select.rank(rows, _both)),
+        "top": select.crossfit(instances, config.seed, lambda rows: select.rank(rows, sites.moved)),
+        "both": select.crossfit(instances, config.seed, lambda rows: select.rank(rows, sites.either)),
         "in_sample": {one.id: _own_order(one) for one in instances},
         "maps": [one.id for layout in effects.layouts(instances) for one in _mapped(instances, layout, config.maps)],
     }
@@ -170,23 +170,6 @@ def _counts(n: int) -> list[int]:
 
 def _moved(one: Instance, margins: Sequence[float]) -> list[float]:
     return [effects.moved(one, margin) for margin in margins]
-
-
-def _singles(one: Instance) -> dict[str, float]:
-    """What each slot moves alone."""
-    return select.by_slot(one, _moved(one, one.measures["single"]))
-
-
-def _losses(one: Instance) -> dict[str, float]:
-    """What is lost, of all notes' effect, without each slot's."""
-    return select.by_slot(one, [one.measures["notes"] - margin for margin in one.measures["without"]])
-
-
-def _both(one: Instance) -> dict[str, float]:
-    """A slot's first and last marginal effect: one is 0 where notes work only together, the other where they are
-    redundant."""
-    losses = _losses(one)
-    return {name: (value + losses[name]) / 2 for name, value in _singles(one).items()}
 
 
 def _ranked(one: Instance, ranking: str, k: int) -> float | None:
@@ -300,7 +283,7 @@ def _tables(gated: effects.Scope, ungated: effects.Scope) -> dict[str, Table]:
     layers = {name: partial(depth, key=key) for name, key in LAYERS.items()}
     return {
         "by slot": effects.places(
-            "slot", {"alone": _singles, "lost": _losses}, largest_first=True, gated=gated, ungated=ungated
+            "slot", {"alone": sites.moved, "lost": sites.lost}, largest_first=True, gated=gated, ungated=ungated
         ),
         "by class": effects.places(
             "class", {"alone": group, "lost": rest}, largest_first=True, gated=gated, ungated=ungated

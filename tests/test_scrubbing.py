@@ -15,7 +15,7 @@ from sample_record import make_record, measured
 
 from circuits import scrubbing
 from kvnotes import config as configs
-from kvnotes import discover, donors, effects, hypothesis, models, relatives, runner, select
+from kvnotes import discover, donors, effects, hypothesis, models, relatives, runner, select, sites
 from kvnotes.hypothesis import Hypothesis, Resampling
 from kvnotes.instance import Arm, Pair, Piece, TokenPair
 from kvnotes.planted import PLANTED
@@ -346,7 +346,7 @@ def surveyed(name: str, *, alone=(), lost=(), **more) -> Instance:
 
 def test_the_note_is_what_works_alone_or_is_missed():
     one = surveyed("a", alone=(0, 3, 0, 0, 9), lost=(0, 0, 4, 2, 9))
-    assert hypothesis.moved(one)["delimiter[1]"] == 2.0
+    assert sites.either(one)["delimiter[1]"] == 2.0
     assert hypothesis.shared([one, surveyed("b")]) == SLOTS
     asked = {"size": 2, "draws": 50, "seed": 0}
     best = hypothesis.notes(scrubbing.NOTE, [one], SLOTS, **asked)
@@ -389,10 +389,10 @@ def test_no_scenario_has_a_part_in_its_own_note(tmp_path):
 
 def test_the_folds_of_a_draw():
     # chosen 3 + 2; draws 1 + 0 and 2 + 1, none as large; chosen 1 + 1, the only draw 3 + 0
-    assert hypothesis.fold_p({0: 3.0, 1: 2.0}, {0: [1.0, 2.0], 1: [0.0, 1.0]}) == pytest.approx(1 / 3)
-    assert hypothesis.fold_p({0: 1.0, 1: 1.0}, {0: [3.0], 1: [0.0]}) == 1.0
-    assert hypothesis.fold_p({0: 1.0}, {0: []}) is None
-    assert hypothesis.fold_p({}, {}) is None
+    assert effects.fold_p({0: 3.0, 1: 2.0}, {0: [1.0, 2.0], 1: [0.0, 1.0]}) == pytest.approx(1 / 3)
+    assert effects.fold_p({0: 1.0, 1: 1.0}, {0: [3.0], 1: [0.0]}) == 1.0
+    assert effects.fold_p({0: 1.0}, {0: []}) is None
+    assert effects.fold_p({}, {}) is None
 
 
 # --- the summary ------------------------------------------------------------------------------------------
