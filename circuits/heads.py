@@ -351,6 +351,7 @@ def _against_random(scope: effects.Scope, place: Place) -> dict[int, HypothesisT
     from kvnotes import stats
 
     found: dict[int, float] = {}
+    sets: dict[int, int] = {}
     for k in place.drawn:
         chosen: dict[int, float] = {}
         drawn: dict[int, list[float]] = {}
@@ -359,10 +360,11 @@ def _against_random(scope: effects.Scope, place: Place) -> dict[int, HypothesisT
             chosen[fold] = chosen.get(fold, 0.0) + (_at(one, place.name, "top", f"{k}") or 0.0)
             drawn[fold] = [a + b for a, b in zip(drawn.get(fold, [0.0] * len(values)), values, strict=True)]
         p = effects.fold_p(chosen, drawn)
-        found |= {} if p is None else {k: p}
+        if p is not None:
+            found[k], sets[k] = p, min(map(len, drawn.values()))
     adjusted = stats.benjamini_hochberg(list(found.values())) if found else []
     words = f"random heads, BH over {len(found)}"
-    return {k: effects.different(words, float(p)) for k, p in zip(found, adjusted, strict=True)}
+    return {k: effects.different(words, float(p), sets=sets[k]) for k, p in zip(found, adjusted, strict=True)}
 
 
 def _named_heads(scope: effects.Scope, place: Place) -> Iterator[Effect]:

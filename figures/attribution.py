@@ -86,8 +86,9 @@ def share_rows(kind: str) -> list[Row]:
 def name_ranges(ax: Axes, rows: Sequence[Row]) -> None:
     """The paper's models beside their ranges, which look alike."""
     for y, row in enumerate(rows):
-        for index, (group, (low, _)) in enumerate(row.ranges.items()):
-            ax.text(low - 0.01, y + 0.17 + 0.09 * index, group, fontsize=6, ha="right", va="center", zorder=7)
+        for index, (group, (low, high)) in enumerate(row.ranges.items()):
+            at, side = (high + 0.01, "left") if index % 2 else (low - 0.01, "right")  # the next one has the other side
+            ax.text(at, y + 0.17 + 0.09 * index, group, fontsize=6, ha=side, va="center", zorder=7)
 
 
 def patch_rows(kind: str) -> list[Row]:

@@ -125,7 +125,8 @@ def panel_attention(ax: Axes, rows: Sequence[Instance]) -> None:
     for rank, at in enumerate(np.argsort(-alone)[:LABELS]):
         if alone[at] > 0.1 * alone.max():
             place, words = (most[at], alone[at]), f"{at // per_layer}.{at % per_layer}"
-            ax.annotate(words, place, (4, 2 - rank % 2 * 6), textcoords="offset points", fontsize=7)
+            side, offset = ("right", -4) if rank % 2 else ("left", 4)  # neighbours in rank lie close together
+            ax.annotate(words, place, (offset, 1), textcoords="offset points", ha=side, fontsize=7)
     ax.axhline(0, color=style.GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     paper = style.published()["heads"]
     for (model, one), marker in zip(paper["strongest"].items(), PAPER_MARKERS, strict=True):

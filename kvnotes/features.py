@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -182,16 +183,8 @@ def choose(
     found, merit = (each[0] for each in merits(values, marks[None]))
     order = sorted(range(len(features)), key=lambda at: (-merit[at], at))[: max(counts)]
     share = (values != 0).mean(axis=0)
-    drawn = {
-        k: select.near(
-            range(len(features)),
-            order[:k],
-            classes=lambda at: str(np.searchsorted(FREQUENCIES, share[at])),
-            n=draws,
-            rng=rng,
-        )
-        for k in counts
-    }
+    bins = [int(each) for each in np.searchsorted(FREQUENCIES, share)]
+    drawn = {k: as_frequent(bins, order[:k], n=draws, rng=rng) for k in counts}
     sets = {k: [[features[at] for at in chosen] for chosen in one.sets] for k, one in drawn.items()}
     used = sorted({*(features[at] for at in order), *(f for each in sets.values() for chosen in each for f in chosen)})
     means = {side: values[marks == side].mean(axis=0) for side in (False, True)}
@@ -207,6 +200,34 @@ def choose(
             for k, one in drawn.items()
         },
     }
+
+
+def as_frequent(bins: Sequence[int], chosen: Sequence[int], *, n: int, rng: random.Random) -> select.Draws:
+    """`n` different sets of as many places as were chosen, none of them chosen, with as many of each bin; where a bin
+    has too few others the nearest bins fill up, and `exact` is false. None where all others together are too few."""
+    others: dict[int, list[int]] = {}
+    for at, own in enumerate(bins):
+        if at not in chosen:
+            others.setdefault(own, []).append(at)
+    taken = dict.fromkeys(others, 0)
+    exact = True
+    for wanted in sorted(bins[at] for at in chosen):
+        free = [own for own in others if taken[own] < len(others[own])]
+        if not free:
+            return select.Draws(sets=(), possible=0, enumerated=True, exact=False)
+        nearest = min(free, key=lambda own: (abs(own - wanted), own))
+        taken[nearest] += 1
+        exact = exact and nearest == wanted
+    pools = [(others[own], k) for own, k in sorted(taken.items()) if k]
+    possible = math.prod(math.comb(len(pool), k) for pool, k in pools)
+    if possible <= n:
+        every = itertools.product(*(itertools.combinations(pool, k) for pool, k in pools))
+        sets = tuple(tuple(sorted(itertools.chain(*one))) for one in every)
+        return select.Draws(sets=sets, possible=possible, enumerated=True, exact=exact)
+    found: dict[tuple[int, ...], None] = {}
+    while len(found) < n:
+        found[tuple(sorted(itertools.chain(*(rng.sample(pool, k) for pool, k in pools))))] = None
+    return select.Draws(sets=tuple(found), possible=possible, enumerated=False, exact=exact)
 
 
 # --- places and labels ------------------------------------------------------------------------------------

@@ -232,7 +232,9 @@ def cross_fit(x: NDArray[Any], prompts: Prompts) -> Scores:
 
 def scaled(train: Floats, x: Floats) -> Floats:
     """x about the training rows' mean, in units of their root mean square distance from it; zeros where they differ
-    by rounding alone. One number for all axes, so a rotation does not matter."""
+    by rounding alone. One number for all axes, so a rotation does not matter. In double precision: in single, what a
+    fit finds depends on how many threads multiply."""
+    train, x = np.asarray(train, dtype=np.float64), np.asarray(x, dtype=np.float64)
     middle = train.mean(axis=0)
     spread = float(np.sqrt(((train - middle) ** 2).sum(axis=1).mean()))
     if spread <= FLAT * float(np.linalg.norm(middle)):

@@ -25,7 +25,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvnotes import activations, features, records
@@ -190,12 +190,14 @@ def fvu(x: Float[Tensor, "token d_model"], rebuilt: Float[Tensor, "token d_model
     return float((wide - rebuilt.double()).pow(2).sum() / (wide - wide.mean(dim=0)).pow(2).sum())
 
 
-def frequencies(dictionary: Dictionary, x: Float[Tensor, "token d_model"]) -> Float[Tensor, "feature"]:
-    """In what share of the tokens each feature is active."""
+def frequencies(
+    dictionary: Dictionary, x: Float[Tensor, "token d_model"], chosen: Int[Tensor, "chosen"]
+) -> Float[Tensor, "feature"]:
+    """In what share of the chosen tokens each feature is active."""
     counts = torch.zeros(len(dictionary.decoder))
-    for low in range(0, len(x), CHUNK):
-        counts += (dictionary.encode(x[low : low + CHUNK]) != 0).sum(dim=0).cpu()
-    return counts / len(x)
+    for some in chosen.split(CHUNK):
+        counts += (dictionary.encode(x[some]) != 0).sum(dim=0).cpu()
+    return counts / len(chosen)
 
 
 def quality(dictionary: Dictionary, of: Residuals) -> dict[str, float | int | None]:
@@ -210,7 +212,7 @@ def quality(dictionary: Dictionary, of: Residuals) -> dict[str, float | int | No
         picked = tokens[held]
         return fvu(x[picked], rebuilt[picked]) if int(picked.sum()) > 1 else None
 
-    active = frequencies(dictionary, of.values[usual])
+    active = frequencies(dictionary, of.values, usual.nonzero()[:, 0])
     return {
         "fvu": over(usual),
         "fvu with massive tokens": over(usual | (sinks & ~of.first)),
@@ -310,7 +312,8 @@ def _train_into(folder: Path, model: Any, recipe: Recipe, found: Sequence[Text],
     started = time.perf_counter()
     of = activations.residuals(model, found, layer=layer)
     collected = time.perf_counter()
-    sae = train(of.values[of.usual & ~of.held_out], recipe, device=str(model.device))
+    chosen = (of.usual & ~of.held_out).nonzero()[:, 0]
+    sae = train(of.values, chosen, recipe, device=str(model.device))
     trained = time.perf_counter()
     sae.cfg.metadata.model_name = model.name
     sae.cfg.metadata.hook_name = f"blocks.{layer}.hook_resid_post"
@@ -320,7 +323,7 @@ def _train_into(folder: Path, model: Any, recipe: Recipe, found: Sequence[Text],
         sae.save_inference_model(unfinished)
         made = {
             **quality(load(unfinished, model), of),
-            "trained on": int((of.usual & ~of.held_out).sum()),
+            "trained on": len(chosen),
             "seconds collecting": round(collected - started, 1),
             "seconds training": round(trained - collected, 1),
         }
@@ -331,14 +334,14 @@ def _train_into(folder: Path, model: Any, recipe: Recipe, found: Sequence[Text],
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def train(x: Float[Tensor, "token d_model"], recipe: Recipe, *, device: str) -> Any:
-    """A sae-lens TopK training SAE fitted to the tokens. Inputs are scaled to a mean norm of sqrt(d_model) about which
-    sae-lens folds the weights back; the decoder's bias starts at the tokens' mean."""
+def train(x: Float[Tensor, "token d_model"], chosen: Int[Tensor, "chosen"], recipe: Recipe, *, device: str) -> Any:
+    """A sae-lens TopK training SAE fitted to the chosen tokens, which are not copied. Inputs are scaled to a mean norm
+    of sqrt(d_model), and sae-lens folds that into the weights; the decoder's bias starts at the tokens' mean."""
     from sae_lens import SAETrainer, TopKTrainingSAE, TopKTrainingSAEConfig
     from sae_lens.config import LoggingConfig, SAETrainerConfig
 
-    width, batch = x.shape[1], min(recipe.batch, len(x))
-    steps = max(1, recipe.epochs * len(x) // batch)
+    width, batch = x.shape[1], min(recipe.batch, len(chosen))
+    steps = max(1, recipe.epochs * len(chosen) // batch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         sae = TopKTrainingSAE(
@@ -357,21 +360,24 @@ def train(x: Float[Tensor, "token d_model"], recipe: Recipe, *, device: str) -> 
             lr_end=recipe.rate,
             lr_warm_up_steps=max(1, round(WARM_UP * steps)),
             lr_decay_steps=round(DECAY * steps),
-            dead_feature_window=max(1, round(DEAD_AFTER * len(x) / batch)),
+            dead_feature_window=max(1, round(DEAD_AFTER * len(chosen) / batch)),
             device=device,
             logger=LoggingConfig(log_to_wandb=False),
         )
-        trainer = SAETrainer(config, sae, batches(x, batch=batch, seed=recipe.seed))
-        scale = width**0.5 / float(x.norm(dim=1).mean())
+        trainer = SAETrainer(config, sae, batches(x, chosen, batch=batch, seed=recipe.seed))
+        scale = width**0.5 / float(x.norm(dim=1)[chosen].mean())
         trainer.activation_scaler.scaling_factor = scale
-        sae.b_dec.data = (x.mean(dim=0) * scale).to(sae.b_dec)
+        middle = torch.stack([x[some].sum(dim=0) for some in chosen.split(CHUNK)]).sum(dim=0) / len(chosen)
+        sae.b_dec.data = (middle * scale).to(sae.b_dec)
         return trainer.fit()
 
 
-def batches(x: Float[Tensor, "token d_model"], *, batch: int, seed: int) -> Iterator[Float[Tensor, "batch d_model"]]:
-    """The provider that sae-lens trains from: the tokens in a new random order each time round, without end."""
+def batches(
+    x: Float[Tensor, "token d_model"], chosen: Int[Tensor, "chosen"], *, batch: int, seed: int
+) -> Iterator[Float[Tensor, "batch d_model"]]:
+    """The provider that sae-lens trains from: the chosen tokens in a new random order each time round, without end."""
     draw = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(len(x), generator=draw)
+        order = chosen[torch.randperm(len(chosen), generator=draw)]
         for low in range(0, len(order) - batch + 1, batch):
             yield x[order[low : low + batch]]

@@ -382,6 +382,7 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     test = found["read_1"].test
     assert test is not None
     assert test.p == pytest.approx(1 / 3)  # of two draws none is as large
+    assert test.conclusion == "inconclusive: only 2 random sets"
     assert found["write_all_1"].estimate is None
     assert "12 read heads 0.40" in summary.headline
     table = summary.tables["read heads"]

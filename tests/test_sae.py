@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -262,15 +263,16 @@ def test_training_learns_a_sparse_code_and_keeps_every_token(tmp_path):
         expansion=4, active=3, tokens=0, prompts=0, context=8, epochs=30, batch=64, rate=3e-3, seed=0, task="planted"
     )
     state = torch.random.get_rng_state()
-    made = sae.train(x, recipe, device="cpu").eval()
+    made = sae.train(x, torch.arange(2000), recipe, device="cpu").eval()
     assert torch.equal(state, torch.random.get_rng_state())  # nobody else's draws move
     with torch.no_grad():
         assert sae.fvu(x, made(x)) < 0.1
-    again = sae.train(x, recipe, device="cpu")
+    again = sae.train(x, torch.arange(2000), recipe, device="cpu")
     torch.testing.assert_close(again.W_dec, made.W_dec)
-    rows = list(zip(range(6), sae.batches(torch.arange(10.0)[:, None], batch=5, seed=0), strict=False))
+    tokens, chosen = torch.arange(20.0)[:, None], torch.arange(0, 20, 2)
+    rows = list(zip(range(6), sae.batches(tokens, chosen, batch=5, seed=0), strict=False))
     epochs = [sorted([*rows[i][1][:, 0].tolist(), *rows[i + 1][1][:, 0].tolist()]) for i in (0, 2, 4)]
-    assert epochs == [list(range(10))] * 3
+    assert epochs == [list(range(0, 20, 2))] * 3
     assert not torch.equal(rows[0][1], rows[2][1])
 
 
@@ -348,6 +350,21 @@ def test_features_are_ranked_by_auc_and_drawn_from_others_as_often_active():
     assert {tuple(chosen) for chosen in made["random"]["1"]["sets"]} == {(2,), (7,)}  # active everywhere, as 5 is
     assert features.choose(rows, [True] * 8, counts=(1,), draws=5, rng=random.Random(0)) == {}
     assert features.choose([{}, {}], [True, False], counts=(1,), draws=5, rng=random.Random(0)) == {}
+
+
+def test_random_features_come_from_the_nearest_bins():
+    draw = random.Random(0)
+    bins = [0, 0, 1, 1, 2, 2, 2]
+    made = features.as_frequent(bins, [0, 4], n=9, rng=draw)  # of bin 0 there is one other, of bin 2 there are two
+    assert made.sets == ((1, 5), (1, 6))
+    assert (made.possible, made.enumerated, made.exact) == (2, True, True)
+    filled = features.as_frequent(bins, [0, 1, 2], n=9, rng=draw)  # nothing else in bin 0: bins 1 and 2 fill up
+    assert {tuple(bins[at] for at in one) for one in filled.sets} == {(1, 2, 2)}
+    assert not filled.exact
+    assert features.as_frequent(bins, [0, 1, 2, 3], n=9, rng=draw).sets == ()  # three others are too few
+    many = features.as_frequent([0] * 60, range(25), n=9, rng=draw)
+    assert len(set(many.sets)) == 9
+    assert many.possible == math.comb(35, 25)
 
 
 def test_a_feature_that_reads_the_label_beats_its_null_and_noise_does_not():
