@@ -25,7 +25,7 @@ KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v)))
 $(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOWN),$(GIVEN)); known: $(KNOWN)))
 
-.PHONY: help setup check test models tasks probes families circuit calibrate figures show bench clean
+.PHONY: help setup check test models tasks probes families circuit calibrate figures claims show bench clean
 
 help: ## what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ calibrate: $(READY) ## every study on every planted model, expected beside measu
 
 figures: $(READY) ## every figure from the records under results/
 	$(PY) -m figures.build $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results)
+
+claims: $(READY) ## docs/claims.md: which of the paper's claims the records support, by model
+	$(PY) -m figures.claims $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/claims.md),results)
 
 show: $(READY) ## print a record: R=results/<model>/<study>/<layout>.json
 	@test -n $(call quote,$(R)) || { echo "error: name a record: make show R=results/<model>/<study>/<layout>.json" >&2; exit 2; }
