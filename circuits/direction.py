@@ -64,8 +64,10 @@ class Settings(RunConfig):
     """The run's settings and the study's own."""
 
     draws: int = Field(ge=1, le=10_000, description="random directions at the direction's norm, best aggregator")
-    fewer: int = Field(ge=1, le=10_000, description="random directions for every other control")
-    every: int = Field(ge=1, description="steps between the layers of the survey and of all but the two main curves")
+    fewer: int = Field(ge=1, le=10_000, description="random directions for the other controls that have a p")
+    fewest: int = Field(ge=1, le=10_000, description="random directions for controls that have none")
+    every: int = Field(ge=1, description="layers from one to the next of the survey, which chooses the causal layer")
+    steps: int = Field(ge=1, description="layers from one to the next of all curves but the two main ones")
 
 
 # --- measuring --------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def _layers(config: Settings, site: Site) -> dict[str, list[int]]:
     """The layers of each family: all of them for the full patch and the paper's direction at the aggregator, else at
     steps, and always the causal one."""
     depth = len(site.difference)
-    some = sorted({*range(0, depth, config.every), site.layer})
+    some = sorted({*range(0, depth, config.steps), site.layer})
     main = list(range(depth)) if site.kind == "aggregator" else some
     families = {family: some for family, code in CURVES.items() if code in site.codes}
     return families | {"full": main, "along": main}
@@ -139,10 +141,10 @@ def _asked(trial: Trial, config: Settings, plan: Measures, site: Site) -> dict[s
     layer = site.layer
     directions = {code: site.directions(code) for code in site.codes}
     own, shared = directions["conclusion"][layer], directions[site.shared][layer]
-    n = max(config.draws, config.fewer)
+    n = max(config.draws, config.fewer, config.fewest)
     outside = np.stack([own, shared])
     drawn = conclusion.random_directions(trial, plan, config, kind=site.kind, n=n, outside=outside)
-    few = drawn[: config.fewer]
+    few, fewest = drawn[: config.fewer], drawn[: config.fewest]
     many = drawn[: config.draws] if site.kind == "aggregator" else few
     patch = partial(_patch, trial, site)
     made: dict[str, Intervention] = {}
@@ -150,9 +152,9 @@ def _asked(trial: Trial, config: Settings, plan: Measures, site: Site) -> dict[s
         for i in layers:
             vector = directions[CURVES[family]][i] if family in CURVES else None
             made[f"{family}:{i}"] = patch(f"{family}:{i}", i, donor="target", along=vector)
-    added = _added(site, own=own, shared=shared, many=many, few=few)
+    added = _added(site, own=own, shared=shared, many=many, few=few, fewest=fewest)
     made |= {name: patch(name, layer, donor=vector) for name, vector in added.items()}
-    taken = {"projected": own, "projected_shared": shared, **{f"random_lost:{i}": one for i, one in enumerate(few)}}
+    taken = {"projected": own, "projected_shared": shared, **{f"random_lost:{i}": v for i, v in enumerate(fewest)}}
     made |= {name: patch(name, layer, into="target", donor=None, along=vector) for name, vector in taken.items()}
     halved, middle = {"centred": own, "centred_shared": shared}, site.learned.middle[layer]
     made |= {name: patch(name, layer, into="target", donor=middle, along=vector) for name, vector in halved.items()}
@@ -181,7 +183,7 @@ def _patch(
 
 
 def _added(
-    site: Site, *, own: np.ndarray, shared: np.ndarray, many: np.ndarray, few: np.ndarray
+    site: Site, *, own: np.ndarray, shared: np.ndarray, many: np.ndarray, few: np.ndarray, fewest: np.ndarray
 ) -> dict[str, np.ndarray]:
     """What is added to base's residual at the causal layer: components, and vectors of their lengths."""
     import numpy as np
@@ -196,7 +198,7 @@ def _added(
         "logistic_norm": abs(along) * np.sign(probe @ difference) * probe,
         "summed": along * own + rest,
         "along_shared": other * shared,
-        **{f"random_own:{i}": (one @ difference) * one for i, one in enumerate(few)},
+        **{f"random_own:{i}": (one @ difference) * one for i, one in enumerate(fewest)},
         **{f"random_norm:{i}": abs(along) * one for i, one in enumerate(many)},
         **{f"random_shared:{i}": abs(other) * one for i, one in enumerate(few)},
     }

@@ -114,6 +114,12 @@ def _papers_numbers(ax: Axes) -> None:
             mark.set(markerfacecolor="white", markeredgecolor=colour)
 
 
+def _left_of_nearest(at: int, named: Sequence[int], x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether a point lies left of the named one that is nearest in height: their labels go to opposite sides."""
+    others = [other for other in named if other != at]
+    return bool(others) and bool(x[at] < x[min(others, key=lambda other: abs(y[other] - y[at]))])
+
+
 def panel_attention(ax: Axes, rows: Sequence[Instance]) -> None:
     """Each head's attention from the decision against what its z alone moves (the paper's 15f)."""
     alone = _mean_recovery(rows, [one.measures["alone"] for one in rows])
@@ -122,11 +128,12 @@ def panel_attention(ax: Axes, rows: Sequence[Instance]) -> None:
         ax.plot(to[name], alone, "o", color=colour, markersize=3.4, alpha=0.55, markeredgewidth=0, zorder=3)
     most = np.max(np.stack(list(to.values())), axis=0)
     per_layer = rows[0].measures["per_layer"]["heads"]
-    for rank, at in enumerate(np.argsort(-alone)[:LABELS]):
-        if alone[at] > 0.1 * alone.max():
-            place, words = (most[at], alone[at]), f"{at // per_layer}.{at % per_layer}"
-            side, offset = ("right", -4) if rank % 2 else ("left", 4)  # neighbours in rank lie close together
-            ax.annotate(words, place, (offset, 1), textcoords="offset points", ha=side, fontsize=7)
+    named = [at for at in np.argsort(-alone)[:LABELS] if alone[at] > 0.1 * alone.max()]
+    for at in named:
+        words = f"{at // per_layer}.{at % per_layer}"
+        side, offset = ("right", -4) if _left_of_nearest(at, named, most, alone) else ("left", 4)
+        place = (most[at], alone[at])
+        ax.annotate(words, place, (offset, 1), textcoords="offset points", ha=side, fontsize=7)
     ax.axhline(0, color=style.GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     paper = style.published()["heads"]
     for (model, one), marker in zip(paper["strongest"].items(), PAPER_MARKERS, strict=True):

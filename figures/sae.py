@@ -28,8 +28,9 @@ LINES = {  # family -> label, colour, marker, line
     "clamp_in_sample": ("best, in-sample, clamped", style.lighter(style.BLUE, 0.4), "x", "--"),
 }
 WHOLE = {"full": ("whole residual", style.INK), "features": ("all features", style.GREEN)}
+CHOSEN = "best feature of the other fold, held-out"
 READINGS = {
-    "best feature of the other fold, held-out": "best of the other\nfold, held-out",
+    CHOSEN: "best of the other\nfold, held-out",
     "largest of all features, held-out": "largest of all,\nheld-out",
     "largest of all features, in-sample": "largest of all,\nin-sample",
 }
@@ -63,7 +64,7 @@ def _draw_one(record: Record) -> Figure:
         named = f"{page.layout_name(layout)}: " if len(layouts) > 1 else ""
         for ax, letter, suffix in zip(axes, "ab", SITES, strict=False):
             panel_clamps(ax, effects, suffix=suffix, letter=letter, title=f"{named}{SITES[suffix]}")
-        panel_readings(axes[2], page.table(record, "reading a label", layout).rows)
+        panel_readings(axes[2], page.table(record, "reading a label", layout).rows, effects)
         panel_quality(axes[3], quality)
     return page.finish(figure, [record], heading=heading, lines=_lines(quality), handles=_handles(), columns=5)
 
@@ -116,16 +117,20 @@ def panel_clamps(ax: Axes, effects: Effects, *, suffix: str, letter: str, title:
     style.panel_title(ax, letter, title)
 
 
-def panel_readings(ax: Axes, rows: Sequence[Sequence[Any]]) -> None:
-    """AUCs for the conclusion, each over the range of its null from the mean to what one permutation in 20 exceeds."""
+def panel_readings(ax: Axes, rows: Sequence[Sequence[Any]], effects: Effects) -> None:
+    """AUCs for the conclusion, each over the range of its null from the mean to what one permutation in 20 exceeds; an
+    interval by scenario where the feature was chosen on others."""
     shown = [row for row in rows if row[1] == "conclusion" and row[2] in READINGS]
-    for y, (site, _, _, value, mean, bound, p, *_) in enumerate(shown):
+    for y, (site, _, reading, value, mean, bound, p, *_) in enumerate(shown):
         colour = style.BLUE if site == "aggregator" else style.GREEN
         ax.plot([mean, bound], [y, y], color=style.PALE, linewidth=7, solid_capstyle="butt", zorder=2)
         ax.plot(value, y, "o", color=colour, markersize=6.5, zorder=4)
+        one = effects.get((f"auc{'' if site == 'aggregator' else '_any_slot'}", True))
+        if reading == CHOSEN and one is not None and one.low is not None and one.high is not None:
+            ax.plot([one.low, one.high], [y, y], color=colour, linewidth=1.6, zorder=3)
         ax.text(1.02, y, f"{value:.2f}  p {p:.3f}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
     labels = [f"{READINGS[row[2]]},\n{row[0]}" for row in shown]
-    page.rows(ax, labels, depth=max(1, len(shown)), limits=(0.2, 1.03))
+    page.rows(ax, labels, depth=max(1, len(shown)), limits=(0.1, 1.03))
     ax.axvline(0.5, color=style.GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     (paper,) = style.published()["sae"]["auc"]["points"].values()
     for y, row in enumerate(shown):

@@ -29,7 +29,7 @@ ALL = {"notes": 1.0, "direct": 0.0, "mixed": ALPHA, "both": 1.0, "and": 1.0}
 
 
 def config(tmp_path, **flags) -> Any:
-    usual = {"results": tmp_path, "resamples": 500, "draws": 20, "fewer": 3, "every": 1}
+    usual = {"results": tmp_path, "resamples": 500, "draws": 20, "fewer": 3, "fewest": 2, "every": 1, "steps": 1}
     return configs.make(direction.Settings, study="direction", flags={**usual, **flags})
 
 
@@ -186,8 +186,8 @@ def test_margins_equal_a_plain_transformers_loop(kind, tmp_path):
     hand |= {
         "random_norm": [by_hand(size * one) for one in drawn],
         "random_shared": [by_hand(np.linalg.norm(along_row[layer]) * one) for one in drawn[:3]],
-        "random_own": [by_hand((one @ move[layer]) * one) for one in drawn[:3]],
-        "random_lost": [by_hand(-(target[layer] @ one) * one, into="target") for one in drawn[:3]],
+        "random_own": [by_hand((one @ move[layer]) * one) for one in drawn[:2]],
+        "random_lost": [by_hand(-(target[layer] @ one) * one, into="target") for one in drawn[:2]],
     }
     for name, value in hand.items():
         assert found[name] == pytest.approx(value, abs=1e-4), name
