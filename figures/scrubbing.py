@@ -92,7 +92,7 @@ def panel_pairs(ax: Axes, table: Table, note: str, *, letter: str) -> None:
     ax.set_ylim(-0.58, 1.58)
     ax.set_xlabel(f"{len(found)} pairs that pass the gate, sorted; the note moves more in {governed}")
     ax.set_ylabel("recovery R")
-    style.panel_title(ax, letter, f"note of {note} and rest, other conclusion, pair by pair")
+    style.panel_title(ax, letter, f"note of {note} and rest, pair by pair")
 
 
 def panel_cosines(ax: Axes, effects: Mapping[tuple[str, bool], Effect]) -> None:
