@@ -10,8 +10,9 @@ applies.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,15 +58,17 @@ CURVES = {
     "along_row": "row",
 }  # families of patches by layer, and their code
 LEAST = 1e-3  # of recovery: a full patch below this is nothing to take a share of
-TESTED = {"along": "random_norm", "along_shared": "random_shared"}
+# Against a random direction's own component, which is what the component along an uninformative direction would be:
+# a given norm and sign are the direction's own, and a pair's component always points to the target.
+TESTED, AGAINST = ("along", "along_shared"), "random_own"
 
 
 class Settings(RunConfig):
     """The run's settings and the study's own."""
 
     draws: int = Field(ge=1, le=10_000, description="random directions at the direction's norm, best aggregator")
-    fewer: int = Field(ge=1, le=10_000, description="random directions for the other controls that have a p")
-    fewest: int = Field(ge=1, le=10_000, description="random directions for controls that have none")
+    fewer: int = Field(ge=1, le=10_000, description="random directions whose own component is injected, for p")
+    fewest: int = Field(ge=1, le=10_000, description="random directions for every other control")
     every: int = Field(ge=1, description="layers from one to the next of the survey, which chooses the causal layer")
     steps: int = Field(ge=1, description="layers from one to the next of all curves but the two main ones")
 
@@ -145,7 +148,7 @@ def _asked(trial: Trial, config: Settings, plan: Measures, site: Site) -> dict[s
     outside = np.stack([own, shared])
     drawn = conclusion.random_directions(trial, plan, config, kind=site.kind, n=n, outside=outside)
     few, fewest = drawn[: config.fewer], drawn[: config.fewest]
-    many = drawn[: config.draws] if site.kind == "aggregator" else few
+    many = drawn[: config.draws] if site.kind == "aggregator" else fewest
     patch = partial(_patch, trial, site)
     made: dict[str, Intervention] = {}
     for family, layers in _layers(config, site).items():
@@ -198,9 +201,9 @@ def _added(
         "logistic_norm": abs(along) * np.sign(probe @ difference) * probe,
         "summed": along * own + rest,
         "along_shared": other * shared,
-        **{f"random_own:{i}": (one @ difference) * one for i, one in enumerate(fewest)},
+        **{f"random_own:{i}": (one @ difference) * one for i, one in enumerate(few)},
         **{f"random_norm:{i}": abs(along) * one for i, one in enumerate(many)},
-        **{f"random_shared:{i}": abs(other) * one for i, one in enumerate(few)},
+        **{f"random_shared:{i}": abs(other) * one for i, one in enumerate(fewest)},
     }
 
 
@@ -292,8 +295,9 @@ NOTES = (
     "cells alone move the decision most, and the layer whose full residual patch does.",
     "A direction is a difference of means over all other scenarios: permit less restrict (the paper's), the first rule "
     "less the second, or the target's rule less the base's. Shared: of these the longest on the other fold.",
-    "Random directions are orthogonal to the direction and drawn once a fold. p: how many of them, at the injected "
-    "norm, recover as much over all pairs.",
+    "Random directions are orthogonal to the direction and drawn once a fold. p: how many of their own components "
+    "recover as much over all pairs, corrected over directions and sites; at a given norm they are no fair draws, "
+    "since a pair's own component always points to the target.",
     "Taken out of the target: 'without the component' projects it out, mean and all, as the paper does; 'halfway' sets "
     "it to the mean of both arms.",
     "In-sample: the layer that is best over the very pairs it is reported for.",
@@ -314,8 +318,9 @@ def summarise(instances: Sequence[Instance], config: Settings, floor: float) -> 
 
 
 def _effects(scope: effects.Scope) -> Iterator[Effect]:
+    tests = _tests(scope)
     for kind, where in KINDS.items():
-        made = list(_at_site(scope, kind, where))
+        made = list(_at_site(scope, kind, where, tests))
         yield from (
             made if kind == "aggregator" else [one.model_copy(update={"name": f"{one.name}_{kind}"}) for one in made]
         )
@@ -324,14 +329,16 @@ def _effects(scope: effects.Scope) -> Iterator[Effect]:
         yield scope.recovery(f"{name}_all", f"all aggregators together, {label}", partial(_joined, name=name))
 
 
-def _at_site(scope: effects.Scope, kind: str, where: str) -> Iterator[Effect]:
+def _at_site(
+    scope: effects.Scope, kind: str, where: str, tests: Mapping[tuple[str, str], HypothesisTest]
+) -> Iterator[Effect]:
     value, lost = partial(_at, kind=kind), partial(_lost, kind=kind)
     labels = {family: f"component along {conclusion.CODES[code]}" for family, code in CURVES.items()}
     labels |= {"along_shared": "component along the shared direction", "full": "full residual patch"}
     for name, label in labels.items():
         made = scope.recovery(name, f"{label}, {where}", partial(value, name=name))
-        tested = made.estimate is not None and name in TESTED
-        yield made.model_copy(update={"test": _draws_test(scope, kind, name, made)}) if tested else made
+        tested = made.estimate is not None and (kind, name) in tests
+        yield made.model_copy(update={"test": tests[kind, name]}) if tested else made
     gaps = [abs(effects.gap(one)) for one in scope.rows]
     least = max(scope.floor, LEAST * sum(gaps) / max(1, len(gaps)))
     for name, label in {"along": "permit less restrict", "along_shared": "the shared direction"}.items():
@@ -354,18 +361,29 @@ def _number(one: Instance, value: Callable[[Instance], float | None]) -> float:
     return value(one) or 0.0
 
 
-def _draws_test(scope: effects.Scope, kind: str, name: str, found: Effect) -> HypothesisTest | None:
-    """Whether a direction recovers more than random ones at its norm: draw i is one a fold, so its pairs go together;
-    one-sided, p = (b + 1) / (draws + 1)."""
-    family = TESTED[name]
+def _tests(scope: effects.Scope) -> dict[tuple[str, str], HypothesisTest]:
+    """Whether a direction's component recovers more than that of random directions, by site and direction, corrected
+    over all of them; draw i is one a fold, so its pairs go together. One-sided, p = (b + 1) / (draws + 1)."""
+    from kvnotes import stats
 
-    def drawn(one: Instance) -> list[float]:
-        margins = one.measures["margins"].get(kind, {}).get(family, [])
-        return [effects.moved(one, margin) for margin in margins]
+    found: dict[tuple[str, str], float] = {}
+    draws: dict[tuple[str, str], int] = {}
+    for kind, name in itertools.product(KINDS, TESTED):
+        drawn = partial(_drawn, kind=kind)
+        p = scope.permutation_p(partial(_at, kind=kind, name=name), drawn)
+        if p is not None:
+            found[kind, name], draws[kind, name] = p, max(len(drawn(one)) for one in scope.rows)
+    adjusted = stats.benjamini_hochberg(list(found.values())) if found else []
+    words = "the own components of {} random directions, BH over {}"
+    return {
+        key: effects.different(words.format(draws[key], len(found)), float(p), sets=draws[key])
+        for key, p in zip(found, adjusted, strict=True)
+    }
 
-    p = scope.permutation_p(partial(_at, kind=kind, name=name), drawn)
-    words = f"{max(len(drawn(one)) for one in scope.rows)} directions at its norm, drawn at random"
-    return None if p is None else effects.different(words, p, statistic=found.estimate)
+
+def _drawn(one: Instance, kind: str) -> list[float]:
+    margins = one.measures["margins"].get(kind, {}).get(AGAINST, [])
+    return [effects.moved(one, margin) for margin in margins]
 
 
 def _in_sample(scope: effects.Scope, kind: str, name: str, label: str) -> Effect:

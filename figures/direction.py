@@ -146,7 +146,8 @@ def _lines() -> Sequence[str]:
         "position and layer, all after it recomputed; site and layer chosen on the scenarios of the other fold. The "
         "paper's direction is permit less restrict; the shared one is, of that, first rule less second and target's "
         "rule less base's, the longest on the other fold. Random directions are orthogonal to both; "
-        "\N{NOT EQUAL TO} random: 95% of them recover less. Lost: of the target's margin, in units of the gap.",
+        "\N{NOT EQUAL TO} random: 95% of random directions' own components recover less, corrected over four "
+        "tests. Lost: of the target's margin, in units of the gap.",
         f"Open marks: {style.published()['source']}; other models, approximate, no interval given.",
     ]
 

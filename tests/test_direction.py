@@ -57,7 +57,7 @@ def test_planted_notes_lie_along_the_direction(planted):
         assert value["projected"] == value["centred"] == pytest.approx(best / 2, abs=1e-3)  # no conclusion: half way
         if best:
             assert found[f"share{end}"].estimate == found[f"part{end}"].estimate == pytest.approx(1, abs=1e-3)
-            assert found[f"along{end}"].test.p == pytest.approx(1 / (21 if kind == "aggregator" else 4))
+            assert found[f"along{end}"].test.p == pytest.approx(1 / 4)  # of three draws, corrected over four equal p
         else:
             assert found[f"share{end}"].estimate is None
     assert found["along_all"].estimate == found["full_all"].estimate == pytest.approx(ALL[spec.kind], abs=1e-3)
@@ -185,8 +185,8 @@ def test_margins_equal_a_plain_transformers_loop(kind, tmp_path):
     )
     hand |= {
         "random_norm": [by_hand(size * one) for one in drawn],
-        "random_shared": [by_hand(np.linalg.norm(along_row[layer]) * one) for one in drawn[:3]],
-        "random_own": [by_hand((one @ move[layer]) * one) for one in drawn[:2]],
+        "random_shared": [by_hand(np.linalg.norm(along_row[layer]) * one) for one in drawn[:2]],
+        "random_own": [by_hand((one @ move[layer]) * one) for one in drawn[:3]],
         "random_lost": [by_hand(-(target[layer] @ one) * one, into="target") for one in drawn[:2]],
     }
     for name, value in hand.items():
@@ -263,9 +263,9 @@ def test_nothing_injected_is_an_exact_no_op(tmp_path):
         assert torch.equal(mixed(Added(), activation, one.donor), activation)
 
 
-def row(name: str, *, gap: float, along: list[float], full: list[float], norm: list[float]) -> Any:
+def row(name: str, *, gap: float, along: list[float], full: list[float], norm: list[float], own: list[float]) -> Any:
     """Base at 0, one site, layers 0 and 3, the causal one."""
-    some = {"along": along, "full": full, "random_norm": norm, "random_shared": [0.0, 0.2], "random_own": [0.0]}
+    some = {"along": along, "full": full, "random_norm": norm, "random_shared": [0.0, 0.2], "random_own": own}
     once = dict.fromkeys((*direction.ONCE, "summed"), 0.0) | {"along_shared": full[1] / 2, "along_row": [0.0]}
     lost = {"projected": gap - 1.0, "centred": gap, "projected_shared": 0.0, "centred_shared": gap / 2}
     about = {
@@ -289,8 +289,8 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     """Gaps 4 and 6; along 1 and 2 at the causal layer, 2 and 2 at the other; full 2 and 3."""
     monkeypatch.setattr(effects, "LEAST_SCENARIOS", 2)
     rows = [
-        row("a", gap=4.0, along=[2.0, 1.0], full=[0.0, 2.0], norm=[0.0, 1.0, 2.0]),
-        row("b", gap=6.0, along=[2.0, 2.0], full=[0.0, 3.0], norm=[0.5, 3.0, 0.0]),
+        row("a", gap=4.0, along=[2.0, 1.0], full=[0.0, 2.0], norm=[0.0, 1.0, 2.0], own=[0.0, 1.0, 1.0]),
+        row("b", gap=6.0, along=[2.0, 2.0], full=[0.0, 3.0], norm=[0.5, 3.0, 0.0], own=[0.5, 3.0, 1.8]),
     ]
     found = {one.name: one for one in direction.summarise(rows, config(tmp_path), floor=1e-6).effects if one.gated}
     wanted = {
@@ -306,6 +306,7 @@ def test_summary_by_hand(tmp_path, monkeypatch):
         "part_shared": 0.64,
         "in_sample": 4 / 10,
         "random_norm": (1 + 3.5 / 3) / 10,
+        "random_own": 7.3 / 3 / 10,
         "projected": 2 / 10,
         "centred": 0.0,
         "random_lost": 0.5 / 10,
@@ -315,9 +316,9 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     }
     for name, value in wanted.items():
         assert found[name].estimate == pytest.approx(value), name
-    p = {name: one.test.p for name, one in found.items() if one.test is not None}
-    assert p["along"] == pytest.approx((1 + 1) / (1 + 3))  # one of three draws, 1 + 3, is above 3
-    assert p["along_shared"] == pytest.approx(1 / 3)
+    p = {name: found[name].test.p for name in direction.TESTED}
+    # the draws' own components move 0.5, 4 and 2.8: one as much as along's 3, two as much as shared's 2.5
+    assert p == {"along": pytest.approx(min(2 * 2 / 4, 3 / 4)), "along_shared": pytest.approx(3 / 4)}
     assert found["along_any_slot"].estimate is None
     assert found["along_rule"].estimate is None  # no pair has that code
     tables = direction.summarise(rows, config(tmp_path), floor=1e-6).tables
