@@ -8,6 +8,7 @@ notes-only, and so the mirror of the trigger alone: an identity here, not a resu
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -69,9 +70,9 @@ WRONG = Hypothesis(
 WRONG_ANY_SLOT = replace(
     WRONG, name="wrong, any slot", words="others of the any slots' classes", suffix="wrong_any_slot", among="any"
 )
-RANDOM = replace(WRONG, name="random", words="random others", suffix="random", chosen="random")
+RANDOM = replace(WRONG, name="permuted", words="random slots", suffix="random", chosen="permuted")
 RANDOM_ANY_SLOT = replace(
-    RANDOM, name="random, any slot", words="random others than the any slots", suffix="random_any_slot", among="any"
+    RANDOM, name="permuted, any slot", words="random slots, as many as any slots", suffix="random_any_slot", among="any"
 )
 FIELD = replace(ANY_SLOT, name="field", suffix="field", variable="field", control=True, tests=(DRIFT, *SWAPS))
 COIN = replace(FIELD, name="coin", suffix="coin", variable="coin")
@@ -100,7 +101,7 @@ class Settings(RunConfig):
 
     slots: int = Field(ge=1, description="slots of the note, the best of the other fold")
     fillers: int = Field(ge=0, le=8, description="further sets of neutral rules that every donor prompt lends with")
-    draws: int = Field(ge=1, le=1000, description="random notes a fold")
+    draws: int = Field(ge=1, le=1000, description="permutations of the slots: random notes")
     wrong: int = Field(ge=1, le=1000, description="notes of the same classes but other positions a fold")
 
 
@@ -254,7 +255,8 @@ NOTES = (
     "with other neutral rules; cells are matched by slot, keys turned to where they come to stand.",
     "The whole downstream from the polarity partner is notes-only, the mirror of the trigger alone: an identity. And "
     "the base with the target's note is nearly the target with the base's rest: one lender's swaps are no two results.",
-    "wrong and random notes: lenders of the 2x2 alone; p: random sets, one of each fold together, that move as much.",
+    "Random slots: the note's, the names of all that may be resampled permuted, alike in both folds, so that they may "
+    "have some of the note; p: how often they move as much. Random and wrong notes: lenders of the 2x2 alone.",
     "field, coin: the variable is the field, which is independent of the conclusion, or a coin a prompt: a partition "
     "of the inputs that does not matter should drift.",
 )
@@ -289,9 +291,12 @@ def _label(one: Hypothesis, test: Resampling) -> str:
 
 
 def _about(one: Hypothesis, test: Resampling) -> float | None:
-    """What a hypothesis predicts; a note that is not believed in is expected to do nothing."""
+    """What a hypothesis predicts; a note that is not believed in is expected to do nothing, unless it may have some of
+    the note."""
     if not one.control:
         return test.predicted
+    if one.chosen == "permuted":
+        return None
     return 0.0 if test.note == "differs" and one.variable == "conclusion" else None
 
 
@@ -382,33 +387,30 @@ def _instances(scope: Scope) -> Table:
 
 
 def _drawn(scope: Scope) -> Table:
-    """Each note's swap beside that of random ones and of other positions of its classes; lenders of the 2x2."""
+    """Each note's swap beside that of permuted slots and of other positions of its classes; lenders of the 2x2. Pairs
+    need no other positions of the classes; a note in too few scenarios has no row."""
     columns = ("note", "pairs", "note swap", "random mean", "random largest", "random notes", "p", "wrong mean")
-    rows: list[list[Any]] = []
-    for own, random, wrong in ((NOTE, RANDOM, WRONG), (ANY_SLOT, RANDOM_ANY_SLOT, WRONG_ANY_SLOT)):
-        sums = scrubs.by_fold(scope.rows, NOTE_SWAP, (own, random, wrong))
-        if sums is None:
-            continue
-        share = {
-            name: [sum(folds) / sums.gaps for folds in zip(*by.values(), strict=False)]
-            for name, by in sums.moved.items()
-        }
-        drawn = share[random.name]
-        p = effects.fold_p({fold: by[0] for fold, by in sums.moved[own.name].items()}, sums.moved[random.name])
-        wrongs = share[wrong.name]
-        rows.append(
-            [
-                own.words,
-                sums.pairs,
-                share[own.name][0],
-                sum(drawn) / len(drawn),
-                max(drawn),
-                len(drawn),
-                p,
-                sum(wrongs) / len(wrongs),
-            ]
-        )
-    return Table(columns=columns, rows=rows)
+    found = [_against(scope, *each) for each in ((NOTE, RANDOM, WRONG), (ANY_SLOT, RANDOM_ANY_SLOT, WRONG_ANY_SLOT))]
+    return Table(columns=columns, rows=[row for row in found if row])
+
+
+def _against(scope: Scope, own: Hypothesis, random: Hypothesis, wrong: Hypothesis) -> list[Any]:
+    """A note's row of that table."""
+    own_, random_, wrong_ = (partial(scrubs.by_note, of=of, test=NOTE_SWAP) for of in (own, random, wrong))
+
+    def swap(one: Instance) -> float | None:
+        return own_(one)[0] if own_(one) and random_(one) else None
+
+    here = scope.having(swap)
+    if here.too_few():
+        return []
+    gaps = sum(map(effects.gap, here.rows))
+    drawn = [sum(some) / gaps for some in zip(*map(random_, here.rows), strict=True)]
+    swaps = sum(swap(one) or 0.0 for one in here.rows) / gaps
+    others = [(statistics.fmean(wrong_(one)), effects.gap(one)) for one in here.rows if wrong_(one)]
+    p = here.permutation_p(swap, random_)
+    beside = sum(top for top, _ in others) / sum(gap for _, gap in others) if others else None
+    return [own.words, len(here.rows), swaps, statistics.fmean(drawn), max(drawn), len(drawn), p, beside]
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ SCRUBBING = _measures(
         ("note_swap_any_slot", "note of any slots swapped"),
         ("rest_swap_any_slot", "all but the any slots'"),
         ("note_swap_wrong", "other aggregators (control)"),
-        ("note_swap_random", "random others (control)"),
+        ("note_swap_random", "random slots (control)"),
     ),
 )
 TABLE5 = (

@@ -26,8 +26,8 @@ ROWS = (
     ("scrubbed_any_slot", "all but it other conclusion,\nit of the same", style.VERMILLION),
     ("note_swap_wrong", "other aggregators as note\n(control)", style.GREY),
     ("note_swap_wrong_any_slot", "others of the any slots'\nclasses (control)", style.GREY),
-    ("note_swap_random", "random others than the\naggregators (control)", style.GREY),
-    ("note_swap_random_any_slot", "random others than the\nany slots (control)", style.GREY),
+    ("note_swap_random", "random slots, as many as\naggregators (control)", style.GREY),
+    ("note_swap_random_any_slot", "random slots, as many as\nany slots (control)", style.GREY),
     ("drift_field", "whole downstream, same field,\nany conclusion (control)", style.GREY),
     ("drift_coin", "whole downstream, a coin's\nside (control)", style.GREY),
 )
@@ -141,6 +141,6 @@ def _lines(record: Record, layout: str) -> list[str]:
         "resampled. Lenders: the other prompts of the scenario's 2x2 and all four with other neutral rules. = 0, = 1: "
         "equivalent within the margin; \N{NOT EQUAL TO}: different by more than it. Panels b and c end at "
         "\N{MINUS SIGN}0.5 and 1.5.",
-        f"Note against as many random positions, drawn once a fold: {'; '.join(p) or 'none drawn'}.",
+        f"Note against its slots permuted, alike in both folds: {'; '.join(p) or 'not tested'}.",
         f"Open markers: {style.published()['source']}; other models, approximate values, no interval given.",
     ]

@@ -63,7 +63,7 @@ class Scope:
         from kvnotes import stats
 
         rows = self.rows
-        if why := self._too_few():
+        if why := self.too_few():
             return self._none(name, label, why, control=control)
         tops, gaps, scenarios = [moved(one) for one in rows], [gap(one) for one in rows], _scenarios(rows)
         c = self.config
@@ -115,7 +115,7 @@ class Scope:
         from kvnotes import stats
 
         here, c = self.having(value), self.config
-        if why := here._too_few():
+        if why := here.too_few():
             return here._none(name, label, why, control=control)
         values = [_number(value)(one) for one in here.rows]
         found = stats.interval(values, _scenarios(here.rows), level=c.level, resamples=c.resamples, seed=c.seed)
@@ -156,7 +156,7 @@ class Scope:
 
         here, c = self.having(holds), self.config
         rows = here.rows
-        if why := here._too_few():
+        if why := here.too_few():
             return here._none(name, label, why, control=control)
         hits = [float(bool(holds(one))) for one in rows]
         if len(set(hits)) == 1:  # no spread to resample: exact limits for as many trials as there are scenarios
@@ -168,7 +168,7 @@ class Scope:
         within = replace(found, low=clip(found.low), high=clip(found.high))  # t knows no bounds, a share has them
         return here._effect(name, label, within, control=control, mean_of_ratios=None, unresolved=False, test=None)
 
-    def _too_few(self) -> str | None:
+    def too_few(self) -> str | None:
         """Why nothing can be said of these instances, or None. The intervals are tested down to six scenarios."""
         rows = self.rows
         found = len(set(_scenarios(rows)))
@@ -401,12 +401,9 @@ def _number(value: Callable[[Instance], float | None]) -> Callable[[Instance], f
     return found
 
 
-def different(name: str, p: float, *, statistic: float | None = None, sets: int | None = None) -> HypothesisTest:
-    """The test of a difference, by its p-value, corrected where it is one of a family. `sets` is how many random sets
-    it was held against, where that may be too few to make p small whatever was chosen."""
+def different(name: str, p: float, *, statistic: float | None = None) -> HypothesisTest:
+    """The test of a difference, by its p-value, corrected where it is one of a family."""
     conclusion = "different" if p <= FALSE_DISCOVERIES else "inconclusive"
-    if sets is not None and 1 / (1 + sets) > FALSE_DISCOVERIES:
-        conclusion = f"inconclusive: only {sets} random sets"
     return HypothesisTest(name=name, statistic=statistic, p=p, margin=None, conclusion=conclusion)
 
 

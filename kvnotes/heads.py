@@ -30,7 +30,8 @@ READ = "read"
 class Place:
     """Where heads' z is patched: the decision, one downstream slot or all; aggregators, or slots of any class.
 
-    `drawn` are the numbers of heads that random sets are drawn for. `confirmed`: heads are patched one by one, too.
+    `drawn` are the numbers of heads that random sets are drawn for. `permuted`: as many sets of permuted names, which
+    the test of the best heads needs, are patched beside them. `confirmed`: heads are patched one by one, too.
     `in_sample`: heads ranked on all pairs are patched beside those that the other fold ranks.
     """
 
@@ -39,6 +40,7 @@ class Place:
     single: bool = True
     any_slot: bool = False
     drawn: tuple[int, ...] = (NAMED,)  # what is recomputed after a write head costs fifty times a read head
+    permuted: bool = False
     confirmed: bool = False
     in_sample: bool = False
 
@@ -55,7 +57,7 @@ class Place:
 
 
 _PLACES = (
-    Place(name=READ, label="read heads", drawn=KS, confirmed=True, in_sample=True),
+    Place(name=READ, label="read heads", drawn=KS, permuted=True, confirmed=True, in_sample=True),
     Place(name="write", label="write heads at the best aggregator", confirmed=True, in_sample=True),
     Place(name="write_all", label="write heads at all aggregators", single=False, confirmed=True, in_sample=True),
     Place(name="write_any_slot", label="write heads at the best slot of any class", any_slot=True),
@@ -139,6 +141,13 @@ def matched(every: Sequence[str], chosen: Sequence[str], *, n: int, seed: int, p
     )
 
 
+def permuted(every: Sequence[str], *, n: int, seed: int, layout: str) -> list[dict[str, str]]:
+    """`n` permutations of the heads within their layers: the i-th is the same whatever is chosen, in either fold."""
+    return select.permutations(
+        every, classes=lambda name: str(site(name)[0]), n=n, seed=seed, words=(layout, "permuted heads")
+    )
+
+
 # --- which heads are asked --------------------------------------------------------------------------------
 
 
@@ -164,8 +173,9 @@ def ask(
     confirmed: int,
     seed: int,
 ) -> Asked:
-    """The best k heads of the other fold (`top:k`), of all pairs (`in_sample:k`) and random ones (`random:k:number`);
-    to confirm them one by one, the first `confirmed` write heads (`alone:head`), and as many random (`others:head`).
+    """The best k heads of the other fold (`top:k`), of all pairs (`in_sample:k`), random ones (`random:k:number`) and
+    the best under permutations of the heads' names (`permuted:k:number`); to confirm them one by one, the first
+    `confirmed` write heads (`alone:head`), and as many random (`others:head`).
     Empty where the pair has no such place.
 
     `plan` holds `slots` (of `sites.prepare`), `crossfit` (by place, a plan of rankings) and `in_sample` (by place and
@@ -184,6 +194,8 @@ def ask(
     drawn = {k: [[every[at] for at in one] for one in found.sets] for k, found in made.items()}
     sets = {f"top:{k}": (ranked[:k], where) for k in KS}
     sets |= {f"random:{k}:{i}": (one, where) for k, some in drawn.items() for i, one in enumerate(some)}
+    for i, image in enumerate(permuted(every, n=draws, seed=seed, layout=layout) if place.permuted else ()):
+        sets |= {f"permuted:{k}:{i}": ([image[head] for head in ranked[:k]], where) for k in KS}
     if place.in_sample:
         pooled = select.in_order(plan["in_sample"][place.name][layout], every, str)
         own = place.positions(pair, plan["slots"], sites.in_sample)

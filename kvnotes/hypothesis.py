@@ -8,6 +8,7 @@ Changed span and field are the input itself: they are never resampled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -49,9 +50,10 @@ class Hypothesis:
     """Which positions are the note, what it carries, and how that is tested.
 
     `chosen`: the best slots by the other fold's ranking, the instance's own best (in-sample), other positions of the
-    same classes as the ranked ones, or any others; `among`: aggregators only, or every downstream slot (random ones are
-    of every slot). `control`: not believed, so that its note is expected to do nothing. `refills`: whether prompts with
-    other neutral rules lend too.
+    same classes as the ranked ones, or what becomes of the ranked ones where the names of all slots are permuted;
+    `among`: aggregators only, or every downstream slot (permuted ones are of every slot). `control`: not believed, so
+    that its note is expected to do nothing, but for permuted ones, which may have some of the note. `refills`: whether
+    prompts with other neutral rules lend too.
     """
 
     name: str
@@ -59,7 +61,7 @@ class Hypothesis:
     tests: tuple[Resampling, ...]
     suffix: str = ""
     among: Literal["aggregators", "any"] = "any"
-    chosen: Literal["ranked", "in_sample", "classmates", "random"] = "ranked"
+    chosen: Literal["ranked", "in_sample", "classmates", "permuted"] = "ranked"
     variable: str = "conclusion"
     control: bool = False
     refills: bool = True
@@ -145,19 +147,21 @@ def survey(trial: Trial) -> Measures:
 def notes(
     one: Hypothesis, rows: Sequence[Instance], slots: Sequence[str], *, size: int, draws: int, seed: int
 ) -> dict[str, Any]:
-    """The note's slots that some instances choose among `slots`: one set, or `draws` where they are drawn at random.
-    `possible` sets there were to draw; `exact` is false where classmates were too few and others fill up. The ranking
-    is by `sites.either`. No rows choose no set."""
+    """The note's slots that some instances choose among `slots`: one set, or `draws` where they are random. The
+    i-th permutation of slots is the same whatever is chosen, in either fold. `possible` sets there were to draw;
+    `exact` is false where classmates were too few and others fill up. The ranking is by `sites.either`. No rows choose
+    no set."""
     wanted = [slot for slot in slots if one.among == "any" or select.slot_class(slot) == sites.AGGREGATOR]
     ranked = [slot for slot in select.rank(rows, sites.either) if slot in wanted][:size]
     if one.chosen in ("ranked", "in_sample") or not ranked:
         return {"sets": [ranked] if ranked else [], "possible": 1, "exact": True}
+    if one.chosen == "permuted":
+        words = (rows[0].layout, one.name)
+        images = select.permutations(slots, classes=lambda _: "", n=draws, seed=seed, words=words)
+        sets = [[image[slot] for slot in ranked] for image in images]
+        return {"sets": sets, "possible": math.comb(len(slots), len(ranked)), "exact": True}
     best = [slots.index(slot) for slot in ranked]
     rng = select.generator(seed, rows[0].id, one.name)
-    places = range(len(slots))
-    if one.chosen == "classmates":
-        found = select.near(places, best, classes=lambda i: select.slot_class(slots[i]), n=draws, rng=rng)
-    else:
-        found = select.unmatched(places, best, n=draws, rng=rng)
+    found = select.near(range(len(slots)), best, classes=lambda i: select.slot_class(slots[i]), n=draws, rng=rng)
     sets = [[slots[i] for i in chosen] for chosen in found.sets]
     return {"sets": sets, "possible": found.possible, "exact": found.exact}

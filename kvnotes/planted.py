@@ -236,7 +236,6 @@ def _expected(
             "rest_swap_any_slot": 0.0,
             "note_swap_wrong": 0.0,
             "rest_swap_wrong": notes_only,
-            "note_swap_random_any_slot": 0.0,
             "drift_field": 0.6 * notes_only,  # 3 of the 5 lenders that share the field conclude otherwise
         },
     }

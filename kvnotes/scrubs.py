@@ -7,7 +7,6 @@ by hypothesis and test who lent (`by`, the donors of note and rest) and the marg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvnotes import effects
@@ -81,35 +80,9 @@ def _kind(donor: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     return f"{conclusion} conclusion, other {' and '.join(other)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """By hypothesis and fold, what each note moves, summed over the fold's instances, in logits; and all their gaps."""
-
-    moved: Mapping[str, Mapping[int, list[float]]]
-    gaps: float
-    pairs: int
-
-
-def by_fold(rows: Sequence[Instance], test: Resampling, among: Sequence[Hypothesis]) -> Sums | None:
-    """Of the instances that have numbers for all of some hypotheses, whose notes are the same in a fold, with lenders
-    of the 2x2 alone; None without any."""
-
-    def notes(one: Instance, of: Hypothesis) -> list[float] | None:
-        found = moved(one, of=of, test=test, known=True, refills=False)
-        return None if found is None else [_mean(row) for row in found]
-
-    here = [one for one in rows if all(notes(one, of) is not None for of in among)]
-    gaps = sum(effects.gap(one) for one in here)
-    if not gaps:
-        return None
-    folds = sorted({one.measures["fold"] for one in here})
-
-    def summed(of: Hypothesis, fold: int) -> list[float]:
-        each = [notes(one, of) or [] for one in here if one.measures["fold"] == fold]
-        return [float(sum(values)) for values in zip(*each, strict=True)]
-
-    made = {of.name: {int(fold): summed(of, fold) for fold in folds} for of in among}
-    return Sums(moved=made, gaps=gaps, pairs=len(here))
+def by_note(one: Instance, *, of: Hypothesis, test: Resampling) -> list[float]:
+    """What each note moves, the mean over lenders of the 2x2 whose conclusion is known; empty where nothing counts."""
+    return [_mean(row) for row in moved(one, of=of, test=test, known=True, refills=False) or ()]
 
 
 def _found(one: Instance, of: Hypothesis, test: Resampling) -> Mapping[str, Any]:

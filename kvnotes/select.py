@@ -210,6 +210,23 @@ def near(
     return replace(_draw(pools, n=n, rng=rng), exact=taken == wanted)
 
 
+def permutations(
+    names: Sequence[str], *, classes: Callable[[str], str], n: int, seed: int, words: Sequence[str]
+) -> list[dict[str, str]]:
+    """`n` permutations of names, each within its class: every name's image. They depend on the names, the seed and the
+    words alone, not on what is chosen: a choice that two folds share is permuted as one, and not as two."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(classes(name), []).append(name)
+    found = []
+    for i in range(n):
+        rng, image = generator(seed, *words, str(i)), {}
+        for members in groups.values():
+            image |= dict(zip(members, rng.sample(members, len(members)), strict=True))
+        found.append(image)
+    return found
+
+
 def _draw(pools: Sequence[tuple[Sequence[int], int]], *, n: int, rng: random.Random) -> Draws:
     """Sets of k from each pool. Every set is as likely as another; none comes twice."""
     if not sum(k for _, k in pools):

@@ -104,15 +104,9 @@ def _sets(slots: Sequence[str], best: Sequence[str], config: Settings) -> dict[s
 def _permuted(slots: Sequence[str], best: Sequence[str], config: Settings, *, kind: str) -> list[list[str]]:
     """The best slots after permutations of all slots, or of each class's. The permutations are the same whatever is
     best: two folds that choose the same slots are tested with one choice, not with two."""
-    found = []
-    for i in range(config.draws):
-        rng, image = select.generator(config.seed, kind, str(i)), {}
-        classes = {slot: select.slot_class(slot) if kind == "class" else "" for slot in slots}
-        for name in dict.fromkeys(classes.values()):
-            members = [slot for slot in slots if classes[slot] == name]
-            image |= dict(zip(members, rng.sample(members, len(members)), strict=True))
-        found.append([image[slot] for slot in best])
-    return found
+    classes = select.slot_class if kind == "class" else lambda _: ""
+    images = select.permutations(slots, classes=classes, n=config.draws, seed=config.seed, words=[kind])
+    return [[image[slot] for slot in best] for image in images]
 
 
 def measure(trial: Trial, config: Settings, plan: Mapping[str, Any]) -> Measures:

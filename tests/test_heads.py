@@ -304,7 +304,7 @@ def test_attention_is_shared_out_over_the_classes(trial):
 def row(name: str, *, gap: float, fold: int, best: str = "0.1", status: str = "included") -> Instance:
     """Base at 0, two layers of two heads and one KV head. Heads move 0, 1, 2 and 0 alone, twice that together."""
     margins = {"top": {f"{k}": 2.0 for k in KS}, "in_sample": {f"{k}": 2.5 for k in KS}}
-    drawn = {"random": {f"{k}": [0.5, 0.0] for k in KS}}
+    drawn = {"random": {f"{k}": [0.5, 0.0] for k in KS}, "permuted": {f"{k}": [2.0 * fold, 0.5] for k in KS}}
     few = {"random": {"12": [0.5, 0.1]}}
     single = {"alone": {best: 2.0, "1.1": 1.0}, "others": {"0.0": 0.5}}
     about = {
@@ -381,8 +381,12 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     assert found["write_foretold"].estimate == pytest.approx(float(np.corrcoef([2, 1, 0], [2, 1, 0.5])[0, 1]))
     test = found["read_1"].test
     assert test is not None
-    assert test.p == pytest.approx(1 / 3)  # of two draws none is as large
-    assert test.conclusion == "inconclusive: only 2 random sets"
+    assert test.p == pytest.approx(1 / 3)  # 4 in all; permutations 0 + 2 and 0.5 + 0.5, none as large
+    assert test.conclusion == "inconclusive"
+    assert test.name == "heads permuted within their layers, 2 times, BH over 5"
+    assert {
+        one.test for name, one in found.items() if name in {f"{w}_{k}" for w in ("write", "write_all") for k in KS}
+    } == {None}
     assert found["write_all_1"].estimate is None
     assert "12 read heads 0.40" in summary.headline
     table = summary.tables["read heads"]
@@ -391,6 +395,56 @@ def test_summary_by_hand(tmp_path, monkeypatch):
     assert attention.columns == ("head", "pairs", "aggregator", "text")
     assert attention.rows == [["0.1", 2, 0.2, 0.8], ["at random", 2, 0.1, 0.9]]
     assert summary.tables["random draws"].rows[0] == ["read heads", 1, 2, 2, 2.0, 2.0]
+
+
+def test_a_record_without_permuted_heads_has_no_test_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(effects, "LEAST_SCENARIOS", 2)
+    rows = [row("a", gap=4.0, fold=0), row("b", gap=6.0, fold=1)]
+    for one in rows:
+        del one.measures["places"]["read"]["margins"]["permuted"]
+    found = {one.name: one for one in study.summarise(rows, config(tmp_path), floor=1e-6).effects if one.gated}
+    assert found["read_8"].estimate == pytest.approx(0.4)
+    assert found["read_8"].test is None
+
+
+def test_heads_are_permuted_alike_in_both_folds_and_within_their_layers():
+    pair, folds = tokens(), (["3.1", "1.0", "3.2"], ["3.2", "0.0", "3.1"])
+    asked = [
+        heads.ask(pair, plan(pair, ranking, slots=[]), PLACES["read"], EVERY, draws=5, confirmed=12, seed=0).sets
+        for ranking in folds
+    ]
+    for i in range(5):
+        first, second = (own[f"permuted:3:{i}"][0] for own in asked)
+        assert (first[0], first[2]) == (second[2], second[0])  # 3.1 and 3.2 have one image in both
+        assert [heads.site(head)[0] for head in first] == [3, 1, 3]
+        assert asked[0][f"permuted:1:{i}"] == ([first[0]], pair.query)
+    assert len({tuple(asked[0][f"permuted:3:{i}"][0]) for i in range(5)}) > 1
+    write = heads.ask(pair, plan(pair, EVERY, slots=[]), PLACES["write_all"], EVERY, draws=5, confirmed=12, seed=0)
+    assert not any(name.startswith("permuted") for name in write.sets)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_random_ranking_with_a_dominant_head_is_rejected_as_often_as_it_should_be(alike, tmp_path):
+    """Heads whose effects all scenarios share, one of them large; three at random are "best" in either fold. A
+    twentieth of p-values may be .05 or less: sets from outside the choice would never have the large one."""
+    rng, rows, p = np.random.default_rng(0), [row(f"{i}", gap=4.0, fold=i % 2) for i in range(6)], []
+    scope = effects.Scope(instances=rows, layout="l", gated=True, config=config(tmp_path), floor=1e-6)
+    for seed in range(200):
+        effect = dict(zip(EVERY, rng.normal(size=16) + 9.0 * (rng.permutation(16) == 0), strict=True))
+        first = rng.permutation(EVERY)[:3].tolist()
+        best = (first, first if alike else rng.permutation(EVERY)[:3].tolist())
+        images = heads.permuted(EVERY, n=39, seed=seed, layout="l")
+
+        def whole(o, best=best, effect=effect) -> float:
+            return sum(effect[head] for head in best[o.measures["fold"]])
+
+        def permuted(o, best=best, effect=effect, images=images) -> list[float]:
+            return [sum(effect[image[head]] for head in best[o.measures["fold"]]) for image in images]
+
+        value = scope.permutation_p(whole, permuted)
+        assert value is not None
+        p.append(value)
+    assert np.mean(np.array(p) <= 0.05) < 0.1
 
 
 def test_a_head_named_by_one_fold_is_tested_on_the_other_alone(tmp_path, monkeypatch):
