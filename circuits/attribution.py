@@ -230,18 +230,31 @@ NOTES = (
     "Random vectors are as large as the writer's part, drawn once a fold.",
 )
 HEADLINE = {
+    "full": "full patch",
     "attention": "attention's share along permit less restrict",
     "attention_shared": "along the shared direction",
     "attention_norm": "by norm",
     "attention_patched": "attention's part patched",
     "mlp_patched": "MLPs' part patched",
-    "full": "full patch",
 }
 
 
 def summarise(instances: Sequence[Instance], config: Settings, floor: float) -> Summary:
     """Shares and recoveries at both sites and at all aggregators, gated and ungated, and every layer's parts."""
-    return effects.summary(instances, config, floor, find=_effects, tables=_tables, headline=HEADLINE, notes=NOTES)
+    found = effects.summary(instances, config, floor, find=_effects, tables=_tables, headline=HEADLINE, notes=NOTES)
+    said = "; ".join(_headline(found.effects, layout) for layout in effects.layouts(instances))
+    return found.model_copy(update={"headline": said})
+
+
+def _headline(found: Sequence[Effect], layout: str) -> str:
+    """A layout's, with the shares that are not reported: a patch may recover where they are of next to nothing."""
+    here = {one.name: one for one in found if one.layout == layout and one.gated}
+    full = here["full"]
+    if full.estimate is None:
+        return f"{layout}: no recovery ({full.warning})"
+    values = {words: here[name].estimate for name, words in HEADLINE.items()}
+    said = (f"{words} {'not reported' if value is None else f'{value:.2f}'}" for words, value in values.items())
+    return f"{layout}: {', '.join(said)} (n={full.n})"
 
 
 def _effects(scope: effects.Scope) -> Iterator[Effect]:

@@ -36,8 +36,9 @@ COUNTS = (1, 3, 10, 30)  # features clamped together, as the paper's
 ALL = "all"  # of them
 QUALITY = (
     "fvu", "fvu with massive tokens", "fvu with first and massive tokens", "fvu of prompts", "fvu of the corpus",
-    "dead", "active features a token", "features", "k", "layer", "tokens", "sha256",
+    "dead", "active features a token", "features", "k", "layer", "tokens", "usual tokens",
 )  # fmt: skip
+KEPT = (*QUALITY, "trained here", "sha256")  # with every instance
 
 
 class Settings(RunConfig):
@@ -168,7 +169,7 @@ def measure(trial: Trial, config: Settings, plan: Measures, *, equipment: Equipm
     return {
         "fold": tested,
         "labels": features.labels(pair),
-        "dictionary": {name: own["dictionary"].get(name) for name in QUALITY},
+        "dictionary": {name: own["dictionary"].get(name) for name in KEPT},
         "sites": {kind: {t: names[p] for t, p in by.items()} for kind, by in places.items()},
         "active": _active(trial, equipment.dictionary, places),
         "chosen": {
@@ -308,12 +309,15 @@ def _notes(instances: Sequence[Instance], known: Mapping[str, Any] | None) -> li
         f"A third of the scenarios is the dictionary's ({features.RULE}): they are among its text, {len(chose)} of "
         "their pairs chose its layer, and none is evaluated.",
         "Random features: drawn once a fold from those that are active at the site in as many of its prompts, and "
-        "clamped in pairs that pass the gate alone.",
+        "clamped in pairs that pass the gate alone. They are drawn from outside the choice: a control beside it, which "
+        "gives no p-value.",
     ]
     if known is None:
         return notes
-    words = ", ".join(f"{name} {known[name]:.4g}" for name in QUALITY[:-1] if known[name] is not None)
+    words = ", ".join(f"{name} {known[name]:.4g}" for name in QUALITY if known[name] is not None)
     state = "its training has FAILED: over half of its features are dead; " if features.failed(known) else ""
+    if not known["trained here"]:
+        state = f"loaded, and judged on held-out text alone: {features.silent(known)}; "
     return [f"The dictionary: {state}{words}; SHA-256 {known['sha256'][:16]}.", *notes]
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from figures import forest, page, style
-from kvnotes.features import failed
+from kvnotes.features import failed, silent
 from kvnotes.records import Effect, Record
 
 Effects = Mapping[tuple[str, bool], Effect]
@@ -41,6 +41,7 @@ FVU = {
     "fvu with massive tokens": "with massive-norm\ntokens",
     "fvu with first and massive tokens": "with first tokens too",
 }
+DEAD, SILENT = "dead features", "features silent on\nheld-out text"
 SMALL = 1e-4  # where the logarithmic axis begins
 
 
@@ -71,7 +72,9 @@ def _draw_one(record: Record) -> Figure:
 
 def _lines(quality: Mapping[str, Any]) -> list[str]:
     """What the caption says beside the record's own."""
-    told = "trained here" if quality.get("trained here") else "loaded"
+    told = "trained here"
+    if quality and not quality["trained here"]:
+        told = f"loaded ({silent(quality)})"
     return [
         f"A TopK SAE, {told}: {quality.get('features')} features, {quality.get('k')} active a token, on the residual "
         f"after layer {quality.get('layer')}. A third of the scenarios chose its layer and are among its text; none of "
@@ -141,12 +144,13 @@ def panel_readings(ax: Axes, rows: Sequence[Sequence[Any]], effects: Effects) ->
 
 
 def panel_quality(ax: Axes, quality: Mapping[str, Any]) -> None:
-    """Held-out FVU over kinds of tokens, and the share of dead features."""
+    """Held-out FVU over kinds of tokens, and the share of dead features; of a given dictionary, which may know other
+    text, of those that this text does not need."""
     known = {label: quality[name] for name, label in FVU.items() if quality.get(name) is not None}
-    known["dead features"] = quality.get("dead", 0.0)
+    known[DEAD if quality.get("trained here") else SILENT] = quality.get("dead", 0.0)
     for y, (label, value) in enumerate(known.items()):
-        colour = style.GREY if label.startswith("dead") else style.BLUE
-        bad = label.startswith("dead") and failed(quality)
+        share = label in {DEAD, SILENT}
+        colour, bad = style.GREY if share else style.BLUE, share and bool(quality) and failed(quality)
         ax.barh(y, max(value, SMALL), left=0, height=0.55, color=style.VERMILLION if bad else colour, zorder=3)
         ax.text(1.02, y, f"{value:.3f}", transform=ax.get_yaxis_transform(), va="center", fontsize=8)
     page.rows(ax, list(known), depth=len(known), limits=(SMALL, 1.2))

@@ -426,7 +426,8 @@ def ratio(
     least: float = 0.0,
 ) -> Effect:
     """A share that is no recovery: the sum of `top` over the sum of `whole`, each scenario a cluster, over the
-    instances that have a `top`. None, with the reason, where the wholes' mean is not above `least`."""
+    instances that have a `top`. None, with the reason, where the wholes' mean is not above `least`, and where it cannot
+    be told from 0, which leaves no interval: a share of that is noise."""
     from kvnotes import stats
 
     here, c = scope.having(top), scope.config
@@ -448,5 +449,7 @@ def ratio(
         )
     except stats.StatsError as err:
         return made.model_copy(update=nothing | {"warning": str(err)})
+    if found.low is None:
+        return made.model_copy(update=nothing | {"warning": found.warning})
     said = {name: getattr(found, name) for name in ("estimate", "low", "high", "method", "warning")}
     return made.model_copy(update=said)

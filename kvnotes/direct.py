@@ -21,14 +21,10 @@ from kvnotes import attribution
 from kvnotes.cache import CacheError
 from kvnotes.instance import TokenPair
 from kvnotes.interventions import Point, State
-from kvnotes.points import tree_of
+from kvnotes.points import post_norms, tree_of
 
 SEEN: tuple[Point, ...] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f")  # what architectures call it
-POST_NORMS = (  # of attention and MLP, where an architecture has them; else these names mean norms before a block
-    ("post_attention_layernorm", "post_feedforward_layernorm"),
-    ("post_self_attn_layernorm", "post_mlp_layernorm"),
-)
 EXACT = 1e-3  # of a vector's norm, in float32; half precision rounds to more
 HALF = 2e-2
 
@@ -63,7 +59,7 @@ def attribute(trial: Any, run: State) -> Parts:
     heads, mlps, biases = [], [], []
     for layer, block in enumerate(tree.base_model.layers):
         here: dict[Point, Tensor] = {point: seen[point][layer] for point in SEEN}
-        after, last = _post_norms(block)
+        after, last = post_norms(block)
         attention, mlp = _frozen(after, here["attn_out"]), _frozen(last, here["mlp_out"])
         _require_sum(trial.model, layer, here, attention * here["attn_out"] + mlp * here["mlp_out"])
         projection = block.self_attn.o_proj
@@ -103,14 +99,6 @@ def _shrunk(logits: Float[Tensor, "two"], cap: float | None) -> Float[Tensor, "t
         return torch.ones_like(logits)
     capped = torch.tanh(logits / cap) * cap
     return torch.where(logits == 0, torch.ones_like(logits), capped / logits)
-
-
-def _post_norms(block: Any) -> tuple[Any | None, Any | None]:
-    """The norms between a layer's attention, or its MLP, and the residual."""
-    for after, last in POST_NORMS:
-        if hasattr(block, last):
-            return getattr(block, after), getattr(block, last)
-    return None, None
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 RESERVED = 3  # one scenario in three
 RULE = f"SHA-256 of the scenario's name, modulo {RESERVED}, is 0"
 ARMS: tuple[State, State] = ("base", "target")
-FAILED = 0.5  # share of dead features above which a training has failed
+FAILED = 0.5  # share of dead features above which a training that was done here has failed
 HIGH = 0.95  # an AUC that counts as "reads the label"
 DIGITS = 9  # AUCs that differ by less tie
 TIE = 1e-7  # weight of a difference of means among equal AUCs
@@ -260,8 +260,16 @@ def labels(pair: TokenPair) -> dict[str, dict[str, bool]]:
 
 
 def failed(quality: Mapping[str, Any]) -> bool:
-    """Whether more than half of a dictionary's features are dead: then its training has failed."""
-    return quality["dead"] > FAILED
+    """Whether a dictionary that was trained here has more than half of its features dead: then its training has failed.
+
+    Of a given one that says nothing: it was trained on other text, and is judged on the held-out tokens alone.
+    """
+    return bool(quality["trained here"]) and quality["dead"] > FAILED
+
+
+def silent(quality: Mapping[str, Any]) -> str:
+    """How many features are active in no token that the dictionary was judged on, in words."""
+    return f"{quality['dead']:.1%} of its features are active in none of {quality['usual tokens']:,} tokens"
 
 
 def both(of: probing.Prompts) -> bool:

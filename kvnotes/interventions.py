@@ -57,14 +57,16 @@ def mixed(mix: Mix, own: Float[Tensor, "width"], donor: Float[Tensor, "width"] |
 @dataclass(frozen=True, eq=False)
 class Direction:
     """The component in the span of some directions is the donor's, all else the run's own. Without a donor the
-    component is projected out. The directions need be neither normed nor orthogonal, only independent."""
+    component is projected out. The directions need be neither normed nor orthogonal, only independent; one that is
+    exactly zero spans nothing and changes nothing, as where both arms have the same token and no layer has run."""
 
     directions: Float[Tensor, "directions width"]
 
     def __call__(self, own: Float[Tensor, "width"], donor: Float[Tensor, "width"] | None) -> Float[Tensor, "width"]:
         """`own`, moved within the span."""
         wide = own.float()  # there is no QR in half precision
-        basis = torch.linalg.qr(self.directions.to(wide).T).Q
+        some = self.directions[self.directions.any(dim=1)]  # QR would give a zero direction an axis of its own choice
+        basis = torch.linalg.qr(some.to(wide).T).Q
         return own + (basis @ (basis.T @ ((0 if donor is None else donor) - wide))).to(own)
 
 

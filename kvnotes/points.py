@@ -11,6 +11,13 @@ from torch import Tensor
 from kvnotes.cache import CacheError
 from kvnotes.interventions import Point
 
+# Of attention and MLP on their way into the residual, where an architecture has both. Llama's layers have a
+# post_attention_layernorm alone, and GLM-4's one beside these: theirs stands before the MLP.
+POST_NORMS = (
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ("post_self_attn_layernorm", "post_mlp_layernorm"),
+)
+
 Visit = Callable[[Point, int, Tensor], Tensor]  # a point, its layer and the activation -> the one to go on with
 
 
@@ -19,6 +26,14 @@ def tree_of(model: Any) -> Any:
     if model.twin is None:
         raise CacheError(f"{model.name}'s layers are not of the kind that captures know")
     return model.twin
+
+
+def post_norms(block: Any) -> tuple[Any | None, Any | None]:
+    """The norms between a layer's attention, or its MLP, and the residual."""
+    for after, last in POST_NORMS:
+        if hasattr(block, last):
+            return getattr(block, after), getattr(block, last)
+    return None, None
 
 
 @contextmanager

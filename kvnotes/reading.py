@@ -54,6 +54,11 @@ def _rows(instances: Sequence[Instance], kind: str, tested: str) -> list[dict[in
     return [features.row(one.measures["active"][kind][tested][arm]) for one in instances for arm in ARMS]
 
 
+def enough(rows: Sequence[Instance]) -> bool:
+    """Whether a table may report on these instances: from as many scenarios on as an effect."""
+    return len({one.scenario for one in rows}) >= effects.LEAST_SCENARIOS
+
+
 def prompts(rows: Sequence[Instance], label: str) -> probing.Prompts:
     """Both arms of each instance as rows to be told apart."""
     return probing.Prompts.of(
@@ -64,12 +69,13 @@ def prompts(rows: Sequence[Instance], label: str) -> probing.Prompts:
 
 
 def aucs(scope: Scope, *, permutations: int) -> Table:
-    """AUCs and counts beside their null: the same with the labels of whole scenarios changed over, choices and all."""
+    """AUCs and counts beside their null: the same with the labels of whole scenarios changed over, choices and all.
+    A site that too few scenarios have has no row."""
     rows: list[list[Any]] = []
     for kind, label in itertools.product(KINDS, LABELS):
         here = [one for one in scope.rows if _scores(one, kind, label) is not None]
         of = prompts(here, label)
-        if not features.both(of):
+        if not enough(here) or not features.both(of):
             continue
         codes = [_rows(here, kind, tested) for tested in TESTED]
         found = features.read(codes, of, permutations=permutations, seed=scope.config.seed)
@@ -86,9 +92,9 @@ def best(scope: Scope) -> Table:
     where they are tested."""
     rows: list[list[Any]] = []
     for kind, tested in itertools.product(KINDS, TESTED):
-        here = [one for one in scope.rows if _scores(one, kind, "conclusion") is not None]
-        here = [one for one in here if one.measures["fold"] == tested]
-        if not here:
+        known = [one for one in scope.rows if _scores(one, kind, "conclusion") is not None]
+        here = [one for one in known if one.measures["fold"] == tested]
+        if not enough(known) or not here:
             continue
         chosen, slot = here[0].measures["chosen"][kind]["conclusion"], here[0].measures["sites"][kind][tested]
         codes = features.tabled(_rows(here, kind, tested), chosen["features"])
@@ -107,33 +113,30 @@ Each = Callable[[Instance, str, str, str], Sequence[float]]  # an instance, kind
 
 
 def against(scope: Scope, counts: Sequence[int], each: Each) -> Table:
-    """The best features beside random ones of the same fold, in recovery; p, and corrected over all numbers of features
-    and kinds of site. `each` gives how far every set of a family moves an instance, in logits."""
-    from kvnotes import stats
+    """The best features beside random ones of the same fold, in recovery. `each` gives how far every set of a family
+    moves an instance, in logits.
 
+    There is no p: random sets are drawn from outside the choice, so that no chance draw is the choice itself, and a
+    rank among them rejects too often.
+    """
     found = [_against(scope, kind, k, each) for kind in KINDS for k in counts]
-    rows = [row for row in found if row is not None]
-    tested = [row for row in rows if row[-1] is not None]
-    corrected = stats.benjamini_hochberg([row[-1] for row in tested]) if tested else []
-    by = {id(row): float(p) for row, p in zip(tested, corrected, strict=True)}
-    columns = ("site", "features", "pairs", "clamped", "random mean", "random largest", "sets a fold", "p", "p, BH")
-    return Table(columns=columns, rows=[[*row, by.get(id(row))] for row in rows])
+    columns = ("site", "features", "pairs", "clamped", "random mean", "random largest", "sets a fold")
+    return Table(columns=columns, rows=[row for row in found if row is not None])
 
 
 def _against(scope: Scope, kind: str, k: int, each: Each) -> list[Any] | None:
     here = [one for one in scope.rows if each(one, kind, "clamp", str(k)) and each(one, kind, "random", str(k))]
     gaps = sum(effects.gap(one) for one in here)
-    if not here or not gaps:
+    if not enough(here) or not gaps:
         return None
     by_fold = {fold: [one for one in here if int(one.measures["fold"]) == fold] for fold in (0, 1)}
     clamped, drawn = (
-        {fold: _summed([each(one, kind, family, str(k)) for one in rows]) for fold, rows in by_fold.items() if rows}
+        [_summed([each(one, kind, family, str(k)) for one in rows]) for rows in by_fold.values() if rows]
         for family in ("clamp", "random")
     )
-    p = effects.fold_p({fold: sums[0] for fold, sums in clamped.items()}, drawn)
-    every = [sum(parts) / gaps for parts in zip(*drawn.values(), strict=False)]
-    whole = sum(sums[0] for sums in clamped.values()) / gaps
-    return [KINDS[kind], k, len(here), whole, sum(every) / len(every), max(every), len(every), p]
+    every = [sum(parts) / gaps for parts in zip(*drawn, strict=False)]  # as many as the fewest
+    whole = sum(sums[0] for sums in clamped) / gaps
+    return [KINDS[kind], k, len(here), whole, sum(every) / len(every), max(every), len(every)]
 
 
 def _summed(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvnotes import activations, features, records
+from kvnotes import activations, features, models, records
 from kvnotes.activations import Residuals, Text
 from kvnotes.cache import CacheError
 from kvnotes.errors import KVNotesError
@@ -202,8 +202,8 @@ def frequencies(
 
 def quality(dictionary: Dictionary, of: Residuals) -> dict[str, float | int | None]:
     """Held-out FVU: of usual tokens, with massive-norm tokens, with first tokens too; of prompts alone and of the
-    corpus alone. None where there are no such tokens. `dead`: share of the features that are active in no usual token
-    at all, held-out or not."""
+    corpus alone. None where there are no such tokens. `dead`: share of the features that are active in none of the
+    `usual tokens`, held-out or not."""
     held, usual, sinks = of.held_out, of.usual, activations.massive(of.values.norm(dim=1))
     x = of.values[held]
     rebuilt = torch.cat([dictionary.rebuilt(x[low : low + CHUNK]).cpu() for low in range(0, len(x), CHUNK)])
@@ -225,6 +225,7 @@ def quality(dictionary: Dictionary, of: Residuals) -> dict[str, float | int | No
         "massive tokens": int(sinks.sum()),
         "first tokens": int(of.first.sum()),
         "massive first tokens": int((sinks & of.first).sum()),
+        "usual tokens": int(usual.sum()),
         "tokens": len(of.values),
     }
 
@@ -277,12 +278,14 @@ def obtain(
         return dictionary, {**_described(dictionary), "trained here": False, "text": text, **quality(dictionary, of)}
     if layer is None:
         raise SAEError("no layer was chosen to train on: name one with --layer")
-    key = {
+    key = {  # all that a dictionary is made of: another of any of these is another dictionary
         "recipe": {**vars(recipe), "version": RECIPE},
         "layer": layer,
         "text": text,
         "weights": model.prepared.weights_sha256,
+        "files": models.files_sha256(model.prepared.folder),
         "dtype": str(model.dtype),
+        "sae-lens": metadata.version("sae-lens"),
     }
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
     folder = home / f"dictionary-{name}"

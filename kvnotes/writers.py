@@ -1,8 +1,9 @@
 """Who wrote a residual: what each layer's attention and MLP add to it, exactly.
 
 A decoder layer adds its attention's output and then its MLP's to the residual, each through a norm of its own where the
-architecture has one there (Gemma 2 and 3). The residual after a layer is the embedding and all parts up to it; where
-both arms have the same token, the embeddings are the same, and the parts' differences sum to the residuals' difference.
+architecture has one there (Gemma 2 and 3, OLMo 2, GLM-4). The residual after a layer is the embedding and all parts up
+to it; where both arms have the same token, the embeddings are the same, and the parts' differences sum to the
+residuals' difference.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvnotes.interventions import Point, State
-from kvnotes.points import tree_of
+from kvnotes.points import post_norms, tree_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 POINTS: Mapping[str, Point] = {"attention": "attn_out", "mlp": "mlp_out"}
-# On its way into the residual. Llama's layers have a post_attention_layernorm too, but theirs stands before the MLP:
-# only where the MLP's output has a norm as well is it the attention's.
-NORMS = {"attention": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
 
 
 def differences(trial: Trial, position: int) -> dict[str, Floats]:
@@ -50,8 +48,9 @@ def _blocks(trial: Trial) -> Any:
 
 
 def _through(block: Any, writer: str) -> Any:
-    """The norm that a writer's output passes."""
-    return getattr(block, NORMS[writer]) if hasattr(block, NORMS["mlp"]) else lambda output: output
+    """The norm that a writer's output passes; where there is none it stays as it is."""
+    norm = dict(zip(POINTS, post_norms(block), strict=True))[writer]
+    return norm if norm is not None else lambda output: output
 
 
 def error(found: Mapping[str, Floats], difference: Floats, *, size: float) -> float:

@@ -12,7 +12,7 @@ import transformers
 
 from circuits import attribution
 from figures import attribution as figure
-from figures import style
+from figures import forest, style
 from kvnotes import conclusion, effects, models, runner, writers
 from kvnotes import config as configs
 from kvnotes.conclusion import KINDS, Learned, Site
@@ -132,6 +132,31 @@ def second_derivation(plain, ids, place: int) -> dict[str, np.ndarray]:
         handle.remove()
     low, middle, high = (torch.stack(some).double().numpy() for some in (before, between, after))
     return {"attention": middle - low, "mlp": high - middle}
+
+
+def test_norms_after_a_block_are_known_by_either_name():
+    """Attention writes (2, 0), the MLP (0, 3), and the norms double and treble them. Of a layer with GLM-4's names the
+    post_attention_layernorm stands before the MLP; where there is no norm after the MLP neither output passes one."""
+
+    def norm(factor: float) -> Any:
+        return lambda output: factor * output
+
+    gemma = {"post_attention_layernorm": norm(2), "post_feedforward_layernorm": norm(3)}
+    glm = {
+        "post_attention_layernorm": norm(100),
+        "post_self_attn_layernorm": norm(2),
+        "post_mlp_layernorm": norm(3),
+    }
+    llama = {"post_attention_layernorm": norm(100)}
+    written = {"attn_out": [2.0, 0.0], "mlp_out": [0.0, 3.0]}
+    for norms, attention, mlp in ((gemma, 4, 9), (glm, 4, 9), (llama, 2, 3)):
+        layers = [SimpleNamespace(**norms)]
+        twin = SimpleNamespace(base_model=SimpleNamespace(layers=layers))
+        trial: Any = SimpleNamespace(
+            model=SimpleNamespace(name="m", twin=twin), capture=lambda _, point, __: torch.tensor([[written[point]]])
+        )
+        assert writers.parts(trial, "base", 0, "attention").tolist() == [[attention, 0]]
+        assert writers.parts(trial, "base", 0, "mlp").tolist() == [[0, mlp]]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
@@ -281,6 +306,26 @@ def test_summary_by_hand(tmp_path, monkeypatch):
         [0, 3 / 8, -1 / 8, 3 / 8, -1 / 8, 0.5, 2],
         [1, 4 / 8, 2 / 8, 7 / 8, 1 / 8, 0.5, 2],
     ]
+
+
+def test_a_share_of_noise_is_not_reported(tmp_path, monkeypatch):
+    """Components of 3 and -1: 1 +- 2. The patches are reported all the same; the figure says the same in words."""
+    monkeypatch.setattr(effects, "LEAST_SCENARIOS", 2)
+    rows = [
+        row("a", gap=4.0, attention=[1.0, 1.0], mlp=[0.0, 1.0]),
+        row("b", gap=6.0, attention=[-1.0, 1.0], mlp=[-1.0, 0.0]),
+    ]
+    summary = attribution.summarise(rows, config(tmp_path), floor=1e-6)
+    found = {one.name: one for one in summary.effects if one.gated}
+    assert (found["attention"].estimate, found["mlp"].estimate) == (None, None)
+    assert "cannot be told from 0" in str(found["attention"].warning)
+    assert forest.numbers(found["attention"]) == "not reported"
+    assert summary.headline == (
+        "l: full patch 1.00, attention's share along permit less restrict not reported, along the shared direction "
+        "not reported, by norm 0.50, attention's part patched 0.50, MLPs' part patched 0.25 (n=2)"
+    )
+    rest = attribution.summarise([row("a", gap=4.0, attention=[1.0, 1.0], mlp=[0.0, 1.0])], config(tmp_path), floor=0.0)
+    assert rest.headline.startswith("l: no recovery (1 pair(s) in 1 scenario(s)")
 
 
 def test_a_pair_without_a_site_measures_nothing_there(tmp_path, monkeypatch):

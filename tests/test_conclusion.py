@@ -145,5 +145,16 @@ def test_shares_are_ratios_of_sums(monkeypatch):
     assert "noise" in str(nothing.warning)
 
 
+def test_a_share_of_what_cannot_be_told_from_nothing_is_not_reported(monkeypatch):
+    """Wholes 3 and -1: their mean of 1 has a standard error of 2. A share of 4 / 2 would be twice the whole."""
+    monkeypatch.setattr(effects, "LEAST_SCENARIOS", 2)
+    rows = [measured(name, base=-1.0, target=1.0, measures={"x": 2.0}) for name in ("a", "b")]
+    scope = Scope(instances=rows, layout="l", gated=True, config=CONFIG, floor=0.0)
+    wholes = {"a": 3.0, "b": -1.0}
+    found = conclusion.ratio(scope, "n", "l", lambda o: o.measures["x"], lambda o: wholes[o.id])
+    assert (found.estimate, found.low, found.high, found.method) == (None, None, None, "none")
+    assert "cannot be told from 0" in str(found.warning)
+
+
 def test_families_are_lists():
     assert conclusion.folded({"a:0": 1.0, "b": 2.0, "a:1": 3.00000049}) == {"a": [1.0, 3.0], "b": 2.0}

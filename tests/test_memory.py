@@ -72,6 +72,15 @@ def test_directions_in_half_precision(dtype):
     assert Direction(torch.tensor([[2.0, 0.0, 0.0]]))(own, None).tolist() == [0.0, 4.0, 5.0]
 
 
+def test_a_zero_direction_changes_nothing():
+    """Alone it leaves (3, 4, 5) as it is, with a donor and without; beside the second axis it adds nothing to it."""
+    own, donor = torch.tensor([3.0, 4.0, 5.0]), torch.tensor([7.0, 8.0, 9.0])
+    zero = Direction(torch.zeros(2, 3))
+    assert zero(own, donor).tolist() == zero(own, None).tolist() == [3.0, 4.0, 5.0]
+    beside = Direction(torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 0.0]]))
+    assert beside(own, donor).tolist() == [3.0, 8.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("costs", "expected"),
     [

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -429,8 +430,29 @@ def test_the_planted_note_as_features(tmp_path):
     assert effects["random_1"] == pytest.approx(0.5, abs=1e-3)  # the only other feature is the note's other sign
     assert record.plan["layer"] == record.plan["equipment"]["dictionary"]["layer"] == WRITE_LAYER
     assert record.plan["equipment"]["dictionary"]["sha256"] == sae.sha256(folder)
-    assert "FAILED TRAINING" in record.summary.headline  # six of eight features never fire
-    assert any("has FAILED" in note for note in record.summary.notes)
+    judged = record.plan["equipment"]["dictionary"]  # six of eight features never fire, but it was not trained here
+    assert (judged["dead"], judged["trained here"]) == (0.75, False)
+    assert 0 < judged["usual tokens"] <= judged["tokens"]
+    assert "FAILED" not in record.summary.headline
+    told = f"75.0% of its features are active in none of {judged['usual tokens']:,} tokens"
+    assert told in record.summary.notes[0]
+    assert "FAILED" not in record.summary.notes[0]
+
+
+def test_only_a_training_that_was_done_here_can_have_failed(tmp_path):
+    """Three of four features dead: of a dictionary from here, a failure; half of them is none yet."""
+    quality = {"trained here": True, "dead": 0.75, "usual tokens": 24000}
+    assert features.failed(quality)
+    assert not features.failed({**quality, "dead": 0.5})
+    assert not features.failed({**quality, "trained here": False})
+    assert features.silent(quality) == "75.0% of its features are active in none of 24,000 tokens"
+    for here, words in ((True, "its training has FAILED"), (False, features.silent(quality))):
+        own = {**dict.fromkeys(study.QUALITY, 0.25), "sha256": "0" * 64, **quality, "trained here": here}
+        row = instance("n", "scenario 1", "0", clamp=[0.0])
+        row = row.model_copy(update={"measures": {**row.measures, "dictionary": own}})
+        summary = study.summarise([row], config(tmp_path), floor=1e-6)
+        assert words in summary.notes[0]
+        assert summary.headline.startswith("FAILED TRAINING (75% dead features): ") == here
 
 
 def test_a_trained_dictionary_is_kept_found_again_and_loads_like_any_other(tmp_path, monkeypatch):
@@ -463,6 +485,40 @@ def test_a_trained_dictionary_is_kept_found_again_and_loads_like_any_other(tmp_p
     with pytest.raises(RuntimeError):
         planted(tmp_path, "planted-notes", tokens=3500)
     assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]  # nothing half made
+
+
+def test_a_dictionary_of_other_files_or_another_version_is_not_found_again(tmp_path, monkeypatch):
+    """One folder each for the model as it is, with another file beside its weights, and with another sae-lens."""
+    model = models.load("planted-notes", device="cpu", dtype="float32")
+    files, version = models.files_sha256(model.prepared.folder), metadata.version("sae-lens")
+    made = []
+
+    def fake(folder, *_, **__):
+        folder.mkdir(parents=True)
+        (folder / sae.QUALITY).write_text("{}")
+        made.append(folder.name)
+
+    monkeypatch.setattr(sae, "_train_into", fake)
+    monkeypatch.setattr(sae, "load", lambda *_: None)
+    monkeypatch.setattr(sae, "_described", lambda _: {})
+    recipe = sae.Recipe(
+        **{name: getattr(config(tmp_path, task="planted"), name) for name in sae.Recipe.__annotations__}
+    )
+
+    def folder() -> str:
+        return sae.obtain(model, recipe, given=None, corpus=None, layer=1, home=tmp_path)[1]["folder"]
+
+    first = folder()
+    assert folder() == first
+    with monkeypatch.context() as other:
+        other.setattr(models, "files_sha256", lambda at: files[::-1] if at == model.prepared.folder else files)
+        second = folder()
+    with monkeypatch.context() as other:
+        other.setattr(metadata, "version", lambda _: f"{version}.1")
+        third = folder()
+    assert made == [first, second, third]
+    assert len(set(made)) == 3
+    assert folder() == first
 
 
 def test_without_a_note_nothing_moves(tmp_path):
@@ -504,7 +560,7 @@ def instance(name, scenario, fold, *, base=-2.0, target=2.0, clamp=(), random_=(
     measures = {
         "fold": fold,
         "labels": {"conclusion": labels},
-        "dictionary": {**dict.fromkeys(study.QUALITY, 0.25), "sha256": "0" * 64},
+        "dictionary": {**dict.fromkeys(study.QUALITY, 0.25), "trained here": True, "sha256": "0" * 64},
         "sites": {"aggregator": {"0": "delimiter[0]", "1": "delimiter[1]"}},
         "active": {"aggregator": {"0": code, "1": code}},
         "chosen": {"aggregator": {"conclusion": {"features": [3], "aucs": [1.0]}}},
@@ -535,9 +591,12 @@ def test_the_summary_is_the_sums_by_hand(tmp_path):
     assert effects["clamp_3"].estimate is None
     (row,) = summary.tables["against random features"].rows
     assert row[:4] == ["aggregator", 1, 6, pytest.approx(18 / 28)]
-    assert row[4:7] == [pytest.approx(2.5 / 28), pytest.approx(5 / 28), 2]
-    assert row[7] == pytest.approx(1 / 3)  # of two draws none is as large
+    assert row[4:] == [pytest.approx(2.5 / 28), pytest.approx(5 / 28), 2]  # no p: the draws are from outside the choice
+    assert len(summary.tables["reading a label"].rows) == 4
+    assert [row[2:5] for row in summary.tables["best features"].rows] == [[0, 1, 3], [1, 1, 3]]
     assert "FAILED" not in summary.headline
+    few = study.summarise(rows[1:], config(tmp_path), floor=1e-6)  # five scenarios
+    assert [table.rows for table in few.tables.values()] == [[], [], []]
 
 
 def test_the_layer_is_where_reserved_pairs_move_most(tmp_path):
@@ -624,12 +683,16 @@ def test_the_figure_shows_every_panel_and_says_where_there_is_nothing_to_show(tm
 
     record = planted(tmp_path, "planted-mixed", sae=str(by_hand(tmp_path / "sae")))
     none = make_record(included=0, gated=3).model_copy(update={"study": "sae"})
+    dictionary = {**record.plan["equipment"]["dictionary"], "trained here": True}  # the same, had it been made here
+    here = record.model_copy(update={"plan": {**record.plan, "equipment": {"dictionary": dictionary}}})
     with style.styled():
-        drawn = figures.draw({"m/sae/a": record, "m/sae/b": none})
+        drawn = figures.draw({"m/sae/a": record, "m/sae/b": none, "m/sae/c": here})
     left, right, read, quality = drawn["m/sae/a"].axes
     assert left.lines
     assert right.lines
     assert len(read.get_yticklabels()) == 6
-    assert quality.get_yticklabels()[-1].get_text() == "dead features"
-    assert "FAILED TRAINING" in drawn["m/sae/a"].get_suptitle()
+    assert quality.get_yticklabels()[-1].get_text() == "features silent on\nheld-out text"
+    assert "FAILED" not in drawn["m/sae/a"].get_suptitle()
+    assert drawn["m/sae/c"].axes[-1].get_yticklabels()[-1].get_text() == "dead features"
+    assert "FAILED TRAINING" in drawn["m/sae/c"].get_suptitle()
     assert "No recovery to report" in drawn["m/sae/b"].axes[0].get_title("left")
