@@ -401,9 +401,12 @@ def _number(value: Callable[[Instance], float | None]) -> Callable[[Instance], f
     return found
 
 
-def different(name: str, p: float, *, statistic: float | None = None) -> HypothesisTest:
-    """The test of a difference, by its p-value, corrected where it is one of a family."""
+def different(name: str, p: float, *, statistic: float | None = None, sets: int | None = None) -> HypothesisTest:
+    """The test of a difference, by its p-value, corrected where it is one of a family. `sets` is how many random sets
+    it was held against, where that may be too few to make p small whatever was chosen."""
     conclusion = "different" if p <= FALSE_DISCOVERIES else "inconclusive"
+    if sets is not None and 1 / (1 + sets) > FALSE_DISCOVERIES:
+        conclusion = f"inconclusive: only {sets} random sets"
     return HypothesisTest(name=name, statistic=statistic, p=p, margin=None, conclusion=conclusion)
 
 
