@@ -314,9 +314,9 @@ def _notes(instances: Sequence[Instance], known: Mapping[str, Any] | None) -> li
     ]
     if known is None:
         return notes
-    words = ", ".join(f"{name} {known[name]:.4g}" for name in QUALITY if known[name] is not None)
+    words = ", ".join(f"{name} {known[name]:.4g}" for name in QUALITY if known.get(name) is not None)
     state = "its training has FAILED: over half of its features are dead; " if features.failed(known) else ""
-    if not known["trained here"]:
+    if not known.get("trained here", True):
         state = f"loaded, and judged on held-out text alone: {features.silent(known)}; "
     return [f"The dictionary: {state}{words}; SHA-256 {known['sha256'][:16]}.", *notes]
 

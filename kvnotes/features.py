@@ -264,7 +264,7 @@ def failed(quality: Mapping[str, Any]) -> bool:
 
     Of a given one that says nothing: it was trained on other text, and is judged on the held-out tokens alone.
     """
-    return bool(quality["trained here"]) and quality["dead"] > FAILED
+    return bool(quality.get("trained here", True)) and quality["dead"] > FAILED  # the first records did not say
 
 
 def silent(quality: Mapping[str, Any]) -> str:
