@@ -241,20 +241,16 @@ HEADLINE = {
 
 def summarise(instances: Sequence[Instance], config: Settings, floor: float) -> Summary:
     """Shares and recoveries at both sites and at all aggregators, gated and ungated, and every layer's parts."""
-    found = effects.summary(instances, config, floor, find=_effects, tables=_tables, headline=HEADLINE, notes=NOTES)
-    said = "; ".join(_headline(found.effects, layout) for layout in effects.layouts(instances))
-    return found.model_copy(update={"headline": said})
-
-
-def _headline(found: Sequence[Effect], layout: str) -> str:
-    """A layout's, with the shares that are not reported: a patch may recover where they are of next to nothing."""
-    here = {one.name: one for one in found if one.layout == layout and one.gated}
-    full = here["full"]
-    if full.estimate is None:
-        return f"{layout}: no recovery ({full.warning})"
-    values = {words: here[name].estimate for name, words in HEADLINE.items()}
-    said = (f"{words} {'not reported' if value is None else f'{value:.2f}'}" for words, value in values.items())
-    return f"{layout}: {', '.join(said)} (n={full.n})"
+    return effects.summary(
+        instances,
+        config,
+        floor,
+        find=_effects,
+        tables=_tables,
+        headline=HEADLINE,
+        unreported="not reported",  # a share may be of next to nothing where a patch recovers
+        notes=NOTES,
+    )
 
 
 def _effects(scope: effects.Scope) -> Iterator[Effect]:

@@ -364,21 +364,13 @@ def _number(one: Instance, value: Callable[[Instance], float | None]) -> float:
 def _tests(scope: effects.Scope) -> dict[tuple[str, str], HypothesisTest]:
     """Whether a direction's component recovers more than that of random directions, by site and direction, corrected
     over all of them; draw i is one a fold, so its pairs go together. One-sided, p = (b + 1) / (draws + 1)."""
-    from kvnotes import stats
-
-    found: dict[tuple[str, str], float] = {}
-    draws: dict[tuple[str, str], int] = {}
-    for kind, name in itertools.product(KINDS, TESTED):
-        drawn = partial(_drawn, kind=kind)
-        p = scope.permutation_p(partial(_at, kind=kind, name=name), drawn)
-        if p is not None:
-            found[kind, name], draws[kind, name] = p, max(len(drawn(one)) for one in scope.rows)
-    adjusted = stats.benjamini_hochberg(list(found.values())) if found else []
-    words = "the own components of {} random directions, BH over {}"
-    return {
-        key: effects.different(words.format(draws[key], len(found)), float(p), sets=draws[key])
-        for key, p in zip(found, adjusted, strict=True)
+    members = {
+        (kind, name): (partial(_at, kind=kind, name=name), partial(_drawn, kind=kind))
+        for kind, name in itertools.product(KINDS, TESTED)
     }
+    found = scope.permutation_ps(members)
+    words = "the own components of {} random directions, BH over {}"
+    return {key: effects.different(words.format(n, len(found)), p, sets=n) for key, (p, n) in found.items()}
 
 
 def _drawn(one: Instance, kind: str) -> list[float]:

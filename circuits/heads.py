@@ -353,18 +353,10 @@ def _joint(scope: effects.Scope, place: Place, kind: str, k: int) -> Effect:
 def _tests(scope: effects.Scope, place: Place) -> dict[int, HypothesisTest]:
     """Whether the best k move more than they do with the heads' names permuted, corrected over k; none where none were
     permuted, as in records that were made before."""
-    from kvnotes import stats
-
-    drawn = {k: partial(_drawn, place=place.name, kind="permuted", key=f"{k}") for k in KS}
-    best = {k: partial(_at, place=place.name, kind="top", key=f"{k}") for k in KS}
-    p = {k: scope.permutation_p(best[k], drawn[k]) for k in KS}
-    known = {k: value for k, value in p.items() if value is not None}
-    adjusted = stats.benjamini_hochberg([*known.values()]).tolist() if known else []
-    counts = {k: max(len(drawn[k](one)) for one in scope.rows) for k in known}
-    return {
-        k: effects.different(f"heads permuted within their layers, {counts[k]} times, BH over {len(known)}", value)
-        for k, value in zip(known, adjusted, strict=True)
-    }
+    at, drawn = partial(_at, place=place.name, kind="top"), partial(_drawn, place=place.name, kind="permuted")
+    found = scope.permutation_ps({k: (partial(at, key=f"{k}"), partial(drawn, key=f"{k}")) for k in KS})
+    words = "heads permuted within their layers, {} times, BH over {}"
+    return {k: effects.different(words.format(n, len(found)), p) for k, (p, n) in found.items()}
 
 
 def _named_heads(scope: effects.Scope, place: Place) -> Iterator[Effect]:

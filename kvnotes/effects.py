@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvnotes.config import RunConfig
 from kvnotes.records import Effect, Gate, HypothesisTest, Instance, Summary, Table
 
+Key = TypeVar("Key")
 LEAST_SCENARIOS = 6
 FALSE_DISCOVERIES = 0.05  # of a family of tests, the rate that is allowed
 
@@ -140,6 +141,19 @@ class Scope:
         whole, *others = np.sum([[value(one), *permuted(one)] for one in rows], axis=0).tolist()
         return rank_p(whole, others)
 
+    def permutation_ps(
+        self, members: Mapping[Key, tuple[Callable[[Instance], float | None], Callable[[Instance], Sequence[float]]]]
+    ) -> dict[Key, tuple[float, int]]:
+        """`permutation_p` of a family of choices, each with its permutations: p, corrected over the family (Benjamini
+        and Hochberg), and how many permutations there were. A member without any is left out."""
+        from kvnotes import stats
+
+        p = {key: self.permutation_p(*member) for key, member in members.items()}
+        known = {key: value for key, value in p.items() if value is not None}
+        adjusted = stats.benjamini_hochberg([*known.values()]).tolist() if known else []
+        counts = [max(len(members[key][1](one)) for one in self.rows) for key in known]
+        return dict(zip(known, zip(adjusted, counts, strict=True), strict=True))
+
     def _sign_flips(self, moved: Callable[[Instance], float]) -> float:
         from kvnotes import stats
 
@@ -171,9 +185,9 @@ class Scope:
     def too_few(self) -> str | None:
         """Why nothing can be said of these instances, or None. The intervals are tested down to six scenarios."""
         rows = self.rows
-        found = len(set(_scenarios(rows)))
-        if found >= LEAST_SCENARIOS:
+        if enough(rows):
             return None
+        found = len(set(_scenarios(rows)))
         which = "pass the gate" if self.gated else "can be used"
         which += " and have this number" if self.partial else ""
         return (
@@ -253,11 +267,13 @@ def summary(
     find: Callable[[Scope], Iterable[Effect]],
     tables: Callable[[Scope, Scope], Mapping[str, Table]],
     headline: Mapping[str, str],
+    unreported: str = "",
     notes: Sequence[str] = (),
 ) -> Summary:
     """A study's summary: the effects that `find` yields for each layout, gated and ungated, and its tables, which get
     both scopes; where there are several layouts a table's name ends with its layout. `headline` names the gated
-    effects that the headline gives, and their words; without the first of them it says why."""
+    effects that the headline gives, and their words; without the first of them it says why. One of the others that has
+    no estimate is left out, or said to be `unreported`, in that word."""
     found: list[Effect] = []
     made: dict[str, Table] = {}
     named = layouts(instances)
@@ -266,17 +282,18 @@ def summary(
         found += [*find(gated), *find(ungated)]
         suffix = f", {gated.layout}" if len(named) > 1 else ""
         made |= {f"{name}{suffix}": table for name, table in tables(gated, ungated).items()}
-    said = "; ".join(_headline(found, layout, headline) for layout in named)
+    said = "; ".join(_headline(found, layout, headline, unreported) for layout in named)
     return Summary(effects=tuple(found), tables=made, notes=tuple(notes), headline=said)
 
 
-def _headline(found: Sequence[Effect], layout: str, words: Mapping[str, str]) -> str:
+def _headline(found: Sequence[Effect], layout: str, words: Mapping[str, str], unreported: str) -> str:
     here = {effect.name: effect for effect in found if effect.layout == layout and effect.gated}
     first = here[next(iter(words))]
     if first.estimate is None:
         return f"{layout}: no recovery ({first.warning})"
     known = {word: here[name].estimate for name, word in words.items() if name in here}
-    said = ", ".join(f"{word} {value:.2f}" for word, value in known.items() if value is not None)
+    values = {word: unreported if value is None else f"{value:.2f}" for word, value in known.items()}
+    said = ", ".join(f"{word} {value}" for word, value in values.items() if value)
     return f"{layout}: {said} (n={first.n})"
 
 
@@ -413,6 +430,11 @@ def different(name: str, p: float, *, statistic: float | None = None, sets: int 
 def clip(limit: float | None) -> float | None:
     """An interval's end, within 0 and 1: what bounds a share or a probability."""
     return None if limit is None else min(1.0, max(0.0, limit))
+
+
+def enough(rows: Sequence[Instance]) -> bool:
+    """Whether these instances are of as many scenarios as anything is reported of."""
+    return len(set(_scenarios(rows))) >= LEAST_SCENARIOS
 
 
 def _scenarios(rows: Sequence[Instance]) -> list[str]:

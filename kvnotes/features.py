@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -219,15 +218,7 @@ def as_frequent(bins: Sequence[int], chosen: Sequence[int], *, n: int, rng: rand
         taken[nearest] += 1
         exact = exact and nearest == wanted
     pools = [(others[own], k) for own, k in sorted(taken.items()) if k]
-    possible = math.prod(math.comb(len(pool), k) for pool, k in pools)
-    if possible <= n:
-        every = itertools.product(*(itertools.combinations(pool, k) for pool, k in pools))
-        sets = tuple(tuple(sorted(itertools.chain(*one))) for one in every)
-        return select.Draws(sets=sets, possible=possible, enumerated=True, exact=exact)
-    found: dict[tuple[int, ...], None] = {}
-    while len(found) < n:
-        found[tuple(sorted(itertools.chain(*(rng.sample(pool, k) for pool, k in pools))))] = None
-    return select.Draws(sets=tuple(found), possible=possible, enumerated=False, exact=exact)
+    return replace(select.from_pools(pools, n=n, rng=rng), exact=exact)
 
 
 # --- places and labels ------------------------------------------------------------------------------------

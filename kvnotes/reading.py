@@ -54,11 +54,6 @@ def _rows(instances: Sequence[Instance], kind: str, tested: str) -> list[dict[in
     return [features.row(one.measures["active"][kind][tested][arm]) for one in instances for arm in ARMS]
 
 
-def enough(rows: Sequence[Instance]) -> bool:
-    """Whether a table may report on these instances: from as many scenarios on as an effect."""
-    return len({one.scenario for one in rows}) >= effects.LEAST_SCENARIOS
-
-
 def prompts(rows: Sequence[Instance], label: str) -> probing.Prompts:
     """Both arms of each instance as rows to be told apart."""
     return probing.Prompts.of(
@@ -75,7 +70,7 @@ def aucs(scope: Scope, *, permutations: int) -> Table:
     for kind, label in itertools.product(KINDS, LABELS):
         here = [one for one in scope.rows if _scores(one, kind, label) is not None]
         of = prompts(here, label)
-        if not enough(here) or not features.both(of):
+        if not effects.enough(here) or not features.both(of):
             continue
         codes = [_rows(here, kind, tested) for tested in TESTED]
         found = features.read(codes, of, permutations=permutations, seed=scope.config.seed)
@@ -94,7 +89,7 @@ def best(scope: Scope) -> Table:
     for kind, tested in itertools.product(KINDS, TESTED):
         known = [one for one in scope.rows if _scores(one, kind, "conclusion") is not None]
         here = [one for one in known if one.measures["fold"] == tested]
-        if not enough(known) or not here:
+        if not effects.enough(known) or not here:
             continue
         chosen, slot = here[0].measures["chosen"][kind]["conclusion"], here[0].measures["sites"][kind][tested]
         codes = features.tabled(_rows(here, kind, tested), chosen["features"])
@@ -127,7 +122,7 @@ def against(scope: Scope, counts: Sequence[int], each: Each) -> Table:
 def _against(scope: Scope, kind: str, k: int, each: Each) -> list[Any] | None:
     here = [one for one in scope.rows if each(one, kind, "clamp", str(k)) and each(one, kind, "random", str(k))]
     gaps = sum(effects.gap(one) for one in here)
-    if not enough(here) or not gaps:
+    if not effects.enough(here) or not gaps:
         return None
     by_fold = {fold: [one for one in here if int(one.measures["fold"]) == fold] for fold in (0, 1)}
     clamped, drawn = (

@@ -164,7 +164,7 @@ class Draws:
 
 def draws(pool: Sequence[int], *, k: int, n: int, rng: random.Random) -> Draws:
     """`n` different sets of `k` of the pool, or all there are. A k of 0, or above the pool's size, gives none."""
-    return _draw([(tuple(pool), k)], n=n, rng=rng)
+    return from_pools([(tuple(pool), k)], n=n, rng=rng)
 
 
 def unmatched(positions: Sequence[int], chosen: Sequence[int], *, n: int, rng: random.Random) -> Draws:
@@ -187,7 +187,7 @@ def matched(
     wanted = Counter(classes(p) for p in chosen)
     outside = [p for p in positions if p not in set(chosen)]
     pools = [(tuple(p for p in outside if classes(p) == name), k) for name, k in sorted(wanted.items())]
-    return _draw(pools, n=n, rng=rng)
+    return from_pools(pools, n=n, rng=rng)
 
 
 def near(
@@ -207,7 +207,7 @@ def near(
     taken = {name: min(k, len(members[name])) for name, k in wanted.items()}
     others = tuple(p for p in outside if classes(p) not in wanted)
     pools = [*((members[name], taken[name]) for name in members), (others, len(chosen) - sum(taken.values()))]
-    return replace(_draw(pools, n=n, rng=rng), exact=taken == wanted)
+    return replace(from_pools(pools, n=n, rng=rng), exact=taken == wanted)
 
 
 def permutations(
@@ -227,7 +227,7 @@ def permutations(
     return found
 
 
-def _draw(pools: Sequence[tuple[Sequence[int], int]], *, n: int, rng: random.Random) -> Draws:
+def from_pools(pools: Sequence[tuple[Sequence[int], int]], *, n: int, rng: random.Random) -> Draws:
     """Sets of k from each pool. Every set is as likely as another; none comes twice."""
     if not sum(k for _, k in pools):
         return Draws(sets=(), possible=0, enumerated=True)

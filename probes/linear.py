@@ -192,7 +192,7 @@ def _inside(rows: Sequence[Instance], arrays: Mapping[str, np.ndarray], config: 
     not be rewritten is left out."""
     import numpy as np
 
-    enough = len({one.scenario for one in rows}) >= effects.LEAST_SCENARIOS
+    enough = effects.enough(rows)
     found: dict[str, dict[str, dict[str, np.ndarray]]] = {name: {} for name in _classes(rows) if enough}
     field, seed, arm = (grid.ravel() for grid in np.indices((2, config.filler_seeds, 2)))
     for pairs in probing.parts([one.group for one in rows]):

@@ -272,17 +272,12 @@ def _gains(scope: effects.Scope) -> Iterator[Effect]:
 
 def _tests(scope: effects.Scope) -> dict[str, HypothesisTest]:
     """By the draws that it stands beside: of eight slots permuted among all, and within their classes."""
-    from kvnotes import stats
-
     best = partial(_best, name="top", k=K)
-    p = {kind: scope.permutation_p(best, partial(_drawn, kind=kind, k=K)) for kind in PERMUTED}
-    known = {kind: value for kind, value in p.items() if value is not None}
-    adjusted = stats.benjamini_hochberg([*known.values()]).tolist() if known else []
+    found = scope.permutation_ps({kind: (best, partial(_drawn, kind=kind, k=K)) for kind in PERMUTED})
+    words = "slots permuted {}, {} times, BH over {}"
     return {
-        PERMUTED[kind]: effects.different(
-            f"slots permuted {WITHIN[kind]}, {len(_drawn(scope.rows[0], kind, K))} times, BH over {len(known)}", value
-        )
-        for kind, value in zip(known, adjusted, strict=True)
+        PERMUTED[kind]: effects.different(words.format(WITHIN[kind], n, len(found)), p)
+        for kind, (p, n) in found.items()
     }
 
 

@@ -293,7 +293,7 @@ def _tables(scope: Scope, fits: Mapping[str, Fits]) -> dict[str, Table]:
     """Every layer: what the probes read, what the lens says, what the transplants give and what blocking leaves."""
     from kvnotes import stats
 
-    if len({one.scenario for one in scope.rows}) < effects.LEAST_SCENARIOS:
+    if not effects.enough(scope.rows):
         return {}
     made: dict[str, Table] = {}
     for label, place in product(LABELS, PLACES):
