@@ -5,9 +5,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
+LIGHT  := $(VENV)/.light
 MODELS ?= qwen2.5-coder-0.5b qwen2.5-coder-1.5b
 
-# MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS: each is the flag of its name; unset keeps the default.
+# MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS OUT: each is the flag of its name; unset keeps the default.
 quote = '$(subst ','\'',$(1))'
 flag  = $(if $($(1)),--$(2) $(call quote,$($(1))))
 FLAGS = $(strip $(call flag,MODEL,model) $(call flag,TASK,task) $(call flag,PAIR,pair) $(call flag,WORDING,wording) \
@@ -21,11 +22,11 @@ STUDIES := $(basename $(notdir $(filter-out %/__init__.py,$(wildcard probes/*.py
 module   = $(if $(filter $(1),$(STUDIES)),$(subst /,.,$(basename $(wildcard probes/$(1).py circuits/$(1).py))))
 
 # A misspelled setting would be ignored, and the default model measured for minutes.
-KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS MODELS QUICK R ARGS PYTHON VENV
+KNOWN := MODEL TASK PAIR WORDING LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS MODELS ONLY QUICK R OUT ARGS PYTHON VENV
 GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command line,$(origin $(v))),$(v)))
 $(if $(filter-out $(KNOWN),$(GIVEN)),$(error unknown setting $(filter-out $(KNOWN),$(GIVEN)); known: $(KNOWN)))
 
-.PHONY: help setup check test models tasks probes families circuit calibrate figures claims show bench clean
+.PHONY: help setup check test models tasks probes families circuit calibrate figures report claims show ls export verify bench docs clean
 
 help: ## what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z%-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,12 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[models,dev]'
+	touch $@
+
+# records are drawn without torch: where there is no environment yet, one without it is enough
+$(LIGHT): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 check: $(READY) ## lint, format and types, as the CI runs them
@@ -64,39 +71,62 @@ probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other, and 
 	$(PY) -m kvnotes.cli overview $(call flag,MODEL,model) $(call flag,RESULTS,results)
 
 OTHERS := $(filter-out MODEL PAIR WORDING,TASK LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS)
-# several studies on MODELS, then their page: $(call side-by-side,page,studies,settings that are taken away)
+DRAW = $(PY) -m figures.build $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
+	  $(call flag,LAYOUT,layout)
+# several studies on MODELS, then their pages: $(call side-by-side,pages,studies,settings that are taken away)
 define side-by-side
 	+@set -e; for model in $(MODELS); do for study in $(2); do \
 	  $(MAKE) --no-print-directory probe-$$study $(3) MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
-	$(PY) -m figures.$(1) $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
-	  $(foreach m,$(MODELS),--model $(call quote,$(m))) $(call flag,LAYOUT,layout)
+	$(DRAW) $(foreach page,$(1),--only $(page)) $(foreach m,$(MODELS),--model $(call quote,$(m)))
 endef
 
 # each study has its own kind of pair, so PAIR= and WORDING= are taken away, which make would hand on by itself
 FAMILY := locality dissociation specificity injection timing
 families: $(READY) ## the paper's tables 3 and 4: five studies on MODELS="a b", side by side
-	$(call side-by-side,families,$(FAMILY),PAIR= WORDING=)
+	$(call side-by-side,table3 table4,$(FAMILY),PAIR= WORDING=)
 
 CIRCUIT := heads direction attribution scrubbing sae
 circuit: $(READY) ## the paper's figure 15 and table 5: the five circuit studies on MODELS="a b"
-	$(call side-by-side,circuit,$(CIRCUIT))
+	$(call side-by-side,fig15 table5,$(CIRCUIT))
 
 calibrate: $(READY) ## every study on every planted model, expected beside measured
 	$(PY) -m kvnotes.cli calibrate $(call flag,RESULTS,results)
 
-figures: $(READY) ## every figure from the records under results/
-	$(PY) -m figures.build $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results)
+figures: $(or $(wildcard $(READY)),$(LIGHT)) ## every figure and table from the records under results/; ONLY="fig3a table5 suffix" and MODELS="a b" for some
+	$(DRAW) $(foreach one,$(ONLY),--only $(call quote,$(one))) \
+	  $(if $(filter-out file,$(origin MODELS)),$(foreach m,$(MODELS),--model $(call quote,$(m))))
 
 claims: $(READY) ## docs/claims.md: which of the paper's claims the records support, by model
 	$(PY) -m figures.claims $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/claims.md),results)
+
+# MODELS has a default, which is not what a report of every record asks for
+ASKED = $(if $(filter-out file default undefined,$(origin MODELS)),$(foreach m,$(MODELS),--model $(call quote,$(m))))
+report: $(READY) ## one HTML page of every record, figures and a view of the tokens included; MODELS="a b" picks models
+	$(PY) -m figures.webpage $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures/report.html),results)$(if $(ASKED), $(ASKED))
 
 show: $(READY) ## print a record: R=results/<model>/<study>/<layout>.json
 	@test -n $(call quote,$(R)) || { echo "error: name a record: make show R=results/<model>/<study>/<layout>.json" >&2; exit 2; }
 	$(PY) -m kvnotes.cli show $(call quote,$(R))
 
+ls: $(READY) ## every record, and whether the code of now still fits it
+	$(PY) -m kvnotes.cli ls $(call flag,MODEL,model) $(call flag,RESULTS,results)
+
+# R may be several records or folders, so it is not quoted
+WHICH = $(or $(R),$(if $(RESULTS),$(call quote,$(RESULTS))),results)
+export: $(READY) ## records as one tidy table: OUT=table.csv or .parquet, R="records or folders" (default: all)
+	@test -n $(call quote,$(OUT)) || { echo "error: name the table: make export OUT=table.csv" >&2; exit 2; }
+	$(PY) -m kvnotes.cli export $(WHICH) $(call flag,OUT,out)
+
+verify: $(READY) ## recompute every summary, hash and seed: R="records or folders" (default: all)
+	$(PY) -m kvnotes.cli verify $(WHICH)
+
 bench: $(READY) ## the engine beside TransformerLens and Hugging Face, 15 minutes; QUICK=1 is under 4
 	$(PY) -m bench $(if $(QUICK),--quick) $(call flag,MODEL,model) $(call flag,DEVICE,device) $(call flag,DTYPE,dtype) \
 	  $(if $(RESULTS),--out $(call quote,$(RESULTS)/bench))
+
+docs: $(READY) ## the API reference from the docstrings, to build/docs
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(PY) -m pdoc --docformat google --output-directory build/docs kvnotes tasks probes circuits figures
 
 clean: ## remove the environment and tool caches; records, figures and weights stay
 	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
 
 TITLE = "Attribution: attention or the MLPs, which writes the conclusion"
 WRITERS = {"attention": "attention", "mlp": "MLPs"}
+MARGINS = {
+    "single": "slot",
+    "notes": "",
+    "own full": "site layer",
+    "margins": "site family member",
+    **{f"{JOINT}.{name}": "" for name in ("full", *WRITERS)},  # the shares beside them are no margins
+}
 AXES = {  # along which the parts are summed, by how an effect's name ends
     "along": ("", "permit less restrict"),
     "shared": ("_shared", "the shared direction"),

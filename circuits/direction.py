@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Direction: one direction of the aggregator's residual that carries the conclusion"
+MARGINS = {"single": "slot", "notes": "", "own full": "site layer", "margins": "site family member", JOINT: "family"}
 ONCE = {  # at the causal layer, of base unless said otherwise
     "orthogonal": "the rest of the difference, at the injected norm",
     "rest": "the rest of the difference, all of it",

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Heads: which heads read the note, and which write it"
+MARGINS = {
+    "single": "slot",
+    "notes": "",
+    "alone": "head",
+    "kv": "kv_head",
+    "places.*.margins": "choice key draw",
+    **dict.fromkeys(("places.*.margins.alone", "places.*.margins.others"), "head"),
+}
 MOST = 64  # heads that a ranking keeps
 ATTENDED = {heads.AGGREGATOR: "aggregators", "action": "action words"}  # classes: every head's attention is kept
 KEPT = 4  # aggregators of a pair, and slots of any class, at which the gradient is kept

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Causal scrubbing: the note's conclusion decides, all else downstream is interchangeable"
+MARGINS = {"single": "slot", "notes": "", "without": "slot", "tests.*.*.margins": "note lender", "equal": "name"}
 
 DRIFT = Resampling(name="drift", words="whole downstream, same {}", note="agrees", rest="agrees")
 DRIFT_TARGET = Resampling(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -17,6 +18,15 @@ from kvnotes.records import Effect
 RECOVERY = "recovery R  (0: like base, 1: like target)"
 WIDEST = (-1.0, 2.0)  # an interval that goes on beyond the axis ends in an arrow
 PAPER_MARKERS = ("D", "s", "^", "v", "P")
+
+
+class Interval(Protocol):
+    """What has an interval, or None at both ends."""
+
+    @property
+    def low(self) -> float | None: ...  # noqa: D102
+    @property
+    def high(self) -> float | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +99,7 @@ def _row(
         ax.add_patch(box)
 
 
-def whisker(ax: Axes, y: float, one: Effect, *, limits: tuple[float, float], colour: object) -> None:
+def whisker(ax: Axes, y: float, one: Interval, *, limits: tuple[float, float], colour: object) -> None:
     """An effect's interval, where it has one; an end outside the axis is an arrow at its edge."""
     if one.low is None or one.high is None:
         return

@@ -357,7 +357,8 @@ def _published(layout: str) -> tuple[dict[str, dict[str, float]], dict[str, tupl
 def _paper_points() -> dict[str, dict[str, float]]:
     """The paper's values by effect and model; of the field share it gives one bound for all models."""
     facts = style.published()["locality"]
-    shares = {"field_share": {"": facts["field_share_max"]}}
+    (most,) = facts["field_share"]["at_most"].values()
+    shares = {"field_share": {"": most}}
     return {name: facts[name] for name in ("field_only", "full_downstream")} | shares
 
 

@@ -78,6 +78,15 @@ def exclusions(record: Record, *, heading: str) -> Figure:
     return finish(figure, [record], heading=heading)
 
 
+def notice(heading: str, reason: str) -> Figure:
+    """A figure in place of one that cannot be drawn: why, and what to do."""
+    text = textwrap.fill(reason, 100)
+    figure = Figure(figsize=(9.0, 1.2 + 0.18 * text.count("\n")), dpi=style.DPI)
+    head(figure, heading)
+    figure.text(0.02, 0.55, text, va="center", color=style.VERMILLION)
+    return figure
+
+
 def panel_exclusions(ax: Axes, record: Record) -> None:
     """Counts of pairs by what became of them; says that there is no recovery to report."""
     counts = record.inclusion

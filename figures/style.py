@@ -24,6 +24,10 @@ from kvnotes.records import Record, write_atomically
 # Okabe and Ito's palette, told apart with every common colour blindness.
 VERMILLION, BLUE, GREEN = "#D55E00", "#0072B2", "#009E73"
 INK, GREY, PALE, BAND = "#222222", "#6B6B6B", "#D0D0D0", "#F5F5F5"
+# A colour and a marker a model. Simulated colour blindness leaves every two of the colours apart (a test works it out),
+# and the markers tell them apart in a grey print.
+MODEL_COLOURS = (BLUE, VERMILLION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#661100")
+MODEL_MARKERS = ("o", "s", "^", "v", "P", "X", "p", "*", "h")
 DPI = 150
 _CAPTION_SIZE, _LINE_SPACING = 7.5, 1.35
 _SETTINGS: Any = {
@@ -75,20 +79,33 @@ def lighter(colour: str, share: float = 0.6) -> tuple[float, float, float]:
     return red, green, blue
 
 
+def darker(colour: str, share: float = 0.3) -> tuple[float, float, float]:
+    """A colour mixed with that share of black, for small text."""
+    red, green, blue = (part * (1 - share) for part in to_rgb(colour))
+    return red, green, blue
+
+
+def model_look(index: int) -> tuple[str, str]:
+    """The colour and the marker of a page's model; no two of the first 72 are the same."""
+    return MODEL_COLOURS[index % len(MODEL_COLOURS)], MODEL_MARKERS[index % len(MODEL_MARKERS)]
+
+
 def number(value: float) -> str:
     """Two decimals and a real minus sign; zero has no sign."""
     text = f"{value:.2f}"
     return "0.00" if text == "-0.00" else text.replace("-", "\N{MINUS SIGN}")
 
 
-def panel_title(ax: Axes, letter: str, title: str) -> None:
-    """A panel's letter in bold, where it has one, before what it shows."""
+def panel_title(ax: Axes, letter: str, title: str, *, above: float = 0.0) -> None:
+    """A panel's letter in bold, where it has one, before what it shows; `above` is room for words below it, in
+    points."""
     if not letter:
-        ax.set_title(title)
+        ax.set_title(title, pad=6 + above)
         return
-    ax.set_title(letter, fontweight="bold")
+    ax.set_title(letter, fontweight="bold", pad=6 + above)
     # Two spaces on from the letter, at the same height whatever the axes' size.
-    ax.annotate(title, (0, 1), (24, 6), xycoords="axes fraction", textcoords="offset points", fontsize=9.5)
+    at = (24, 6 + above)
+    ax.annotate(title, (0, 1), at, xycoords="axes fraction", textcoords="offset points", fontsize=9.5)
 
 
 def caption(record: Record) -> str:
@@ -131,6 +148,8 @@ def save(figure: Figure, path: Path) -> list[Path]:
     Raises:
         RecordError: if a file cannot be written.
     """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # laid out once, not again for each kind of file
     files = []
     for kind, metadata in (
         ("png", {"Software": None}),

@@ -24,6 +24,9 @@ app = typer.Typer(
 )
 
 RecordFile = Annotated[Path, typer.Argument(metavar="RECORD", help="A record: results/<model>/<study>/<layout>.json")]
+RecordFiles = Annotated[
+    list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of them such as results")
+]
 
 
 @app.command()
@@ -45,6 +48,45 @@ def overview(
 
 
 @app.command()
+def ls(
+    results: Annotated[Path, typer.Option(help="folder of records")] = Path("results"),
+    model: Annotated[str | None, typer.Option(help="of this model alone")] = None,
+) -> None:
+    """Print a line a record: model, study, layout, date, pairs, result, and whether the code of now still fits it."""
+    from kvnotes import listing, weights
+
+    found, only = listing.listed(results), None if model is None else weights.run_name(model)
+    report.listing([one for one in found if only in (None, one.model)], report.console())
+
+
+@app.command()
+def export(
+    record: RecordFiles,
+    out: Annotated[Path, typer.Option(help="the table to write: a .csv file, or .parquet (needs pyarrow)")],
+) -> None:
+    """Write records as one tidy table, a row for each instance and intervention, for pandas or R."""
+    from kvnotes import export as exports
+    from kvnotes import listing
+
+    count = exports.write([records.read(path) for path in listing.collect(record)], out)
+    report.console().print(f"{count} rows: {out}", soft_wrap=True)
+
+
+@app.command()
+def verify(record: RecordFiles) -> None:
+    """Recompute every summary, hash, count, seed and id. Exits with 0 if all hold, 1 if not, 2 on a read error."""
+    from kvnotes import listing, verify
+
+    out, found = report.console(), []
+    for path in listing.collect(record):
+        found.append(verify.verify(path))
+        report.verdict(found[-1], out)
+    crossed = verify.between(found)
+    report.contradictions(crossed, out)
+    raise typer.Exit(verify.code([*(one for each in found for one in each.findings), *(one for _, one in crossed)]))
+
+
+@app.command()
 def diff(a: RecordFile, b: RecordFile) -> None:
     """Compare two records. Exits with 0 if they are equal, timings aside, 1 if they differ, 2 on an error."""
     difference = report.compare(records.read(a), records.read(b))
@@ -54,7 +96,7 @@ def diff(a: RecordFile, b: RecordFile) -> None:
 
 @app.command()
 def summarise(record: RecordFile) -> None:
-    """Recompute a record's summary from its own instances with the installed code."""
+    """Recompute a record's summary from its own instances with the installed code; add its tokens' texts if it can."""
     from kvnotes import runner
 
     report.show(runner.resummarise(record), report.console())

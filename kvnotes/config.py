@@ -71,8 +71,13 @@ class RunConfig(BaseModel):
 
     def hash(self) -> str:
         """SHA-256 of the settings that decide the numbers, and not where the record goes or what memory is used."""
-        chosen = {**self.model_dump(mode="json", exclude={"results", "memory"}), "model": weights.run_name(self.model)}
-        return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+        return hash_of({**self.model_dump(mode="json"), "model": weights.run_name(self.model)})
+
+
+def hash_of(settings: Mapping[str, Any]) -> str:
+    """`RunConfig.hash` of settings as a record keeps them."""
+    chosen = {name: value for name, value in settings.items() if name not in ("results", "memory")}
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

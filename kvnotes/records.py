@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from typing_extensions import TypeAliasType
 
 from kvnotes.errors import KVNotesError
@@ -29,11 +29,16 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 ARRAY_LIMIT_BYTES = 5_000_000  # a larger array belongs in a safetensors file beside the record
 CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])", re.IGNORECASE)
+UNTRUSTED = "untrusted"  # the validation context of a record whose counts are not held to its instances
 _LINE = 110  # characters up to which a nested value stays on one line of the file
 
 
 class RecordError(KVNotesError):
     """A record that cannot be written, read or trusted."""
+
+
+class OtherSchema(RecordError):
+    """A record of an older or newer schema than this kvnotes reads."""
 
 
 # --- values -----------------------------------------------------------------------------------------------
@@ -305,14 +310,22 @@ class Record(_Frozen):
     checks: tuple[Check, ...]
     arrays: tuple[ArrayFile, ...]
     timings: Timings
+    vocabulary: dict[str, str] = Field(default_factory=dict)
+    """Text by token id, of exactly the ids that occur in the instances; empty where the record has no texts."""
 
     @model_validator(mode="after")
-    def _counts_agree(self) -> Record:
+    def _vocabulary_fits(self) -> Record:
+        if self.vocabulary and set(self.vocabulary) != set(map(str, token_ids(self.instances))):
+            raise ValueError("the vocabulary must hold exactly the token ids of the instances")
+        return self
+
+    @model_validator(mode="after")
+    def _counts_agree(self, info: ValidationInfo) -> Record:
         repeated = [name for name, n in Counter(one.id for one in self.instances).items() if n > 1]
         if repeated:
             raise ValueError(f"instance ids must differ, but {repeated[0]!r} occurs more than once")
         counted = count_inclusion(self.instances)
-        if self.inclusion != counted:
+        if self.inclusion != counted and info.context != UNTRUSTED:
             raise ValueError(f"inclusion says {self.inclusion}, the instances say {counted}")
         return self
 
@@ -328,6 +341,12 @@ def count_inclusion(instances: Sequence[Instance]) -> Inclusion:
         scenarios=len({one.scenario for one in kept}),
         excluded=dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
     )
+
+
+def token_ids(instances: Sequence[Instance]) -> list[int]:
+    """Every token id that occurs in the instances' prompts or is the first of an action, sorted."""
+    held = [one.tokens for one in instances if one.tokens is not None]
+    return sorted({i for own in held for i in (*own.base, *own.target, own.base_action, own.target_action)})
 
 
 def json_schema() -> dict[str, Any]:
@@ -348,8 +367,9 @@ def content_hash(record: Record) -> str:
     made = content["provenance"]
     del made["created"], made["command"]
     made["config"].pop("results", None)
-    if not content["plan"]:
-        del content["plan"]  # as in the records that were written before there were plans
+    for later in ("plan", "vocabulary"):
+        if not content[later]:
+            del content[later]  # as in the records that were written before there was such a thing
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -414,14 +434,7 @@ def read(path: Path) -> Record:
     Raises:
         RecordError: naming the file, what is wrong with it and what to do.
     """
-    text = _read_text(path)
-    _check_version(_parse(text, path), path)
-    try:
-        record = Record.model_validate_json(text, strict=True)
-    except ValidationError as error:
-        raise RecordError(
-            f"{path}: not a valid record: {_first_fault(error)}. Restore the file or run its study again."
-        ) from error
+    record = _load(path)
     actual = content_hash(record)
     if record.content_hash != actual:
         raise RecordError(
@@ -432,16 +445,66 @@ def read(path: Path) -> Record:
     return record
 
 
+def read_untrusted(path: Path) -> Record:
+    """A record as it stands, for whoever looks into what is wrong with it: neither its content hash nor its inclusion
+    is held to its content.
+
+    Raises:
+        RecordError: if it is not a record at all.
+    """
+    return _load(path, context=UNTRUSTED)
+
+
+def _load(path: Path, *, context: str | None = None) -> Record:
+    text = _read_text(path)
+    _check_version(_parse(text, path), path)
+    try:
+        return Record.model_validate_json(text, strict=True, context=context)
+    except ValidationError as error:
+        raise RecordError(
+            f"{path}: not a valid record: {_first_fault(error)}. Restore the file or run its study again."
+        ) from error
+
+
 def find(results: Path, *, study: str | None = None) -> dict[str, Record]:
     """Every record under `results`, of one study where it is named, by `<model>/<study>/<file stem>`, sorted.
 
     Raises:
         RecordError: if the folder does not exist or a record in it cannot be read.
     """
+    return {record_name(path): read(path) for path in record_files(results, study=study)}
+
+
+def find_readable(results: Path, *, study: str | None = None) -> tuple[dict[str, Record], dict[Path, str]]:
+    """As `find`, but a record that cannot be read stops nothing: the records, and by file why another is none.
+
+    Raises:
+        RecordError: if the folder does not exist.
+    """
+    records: dict[str, Record] = {}
+    unreadable: dict[Path, str] = {}
+    for path in record_files(results, study=study):
+        try:
+            records[record_name(path)] = read(path)
+        except RecordError as error:
+            unreadable[path] = str(error).removeprefix(f"{path}: ")
+    return records, unreadable
+
+
+def record_files(results: Path, *, study: str | None = None) -> list[Path]:
+    """The files under `results` that stand where records do, sorted; of one study where it is named.
+
+    Raises:
+        RecordError: if the folder does not exist.
+    """
     if not results.is_dir():
         raise RecordError(f"{results}: no such results folder; `make probe-locality` makes one.")
-    paths = sorted(path for path in results.glob(f"*/{study or '*'}/*.json") if path.is_file() and path.name[0] != ".")
-    return {path.relative_to(results).with_suffix("").as_posix(): read(path) for path in paths}
+    return sorted(path for path in results.glob(f"*/{study or '*'}/*.json") if path.is_file() and path.name[0] != ".")
+
+
+def record_name(path: Path) -> str:
+    """`<model>/<study>/<file stem>` of a record's file."""
+    return "/".join(path.with_suffix("").parts[-3:])
 
 
 def write_arrays(tensors: Mapping[str, np.ndarray], path: Path) -> ArrayFile:
@@ -551,12 +614,12 @@ def _check_version(data: Mapping[str, Any], path: Path) -> None:
     if type(version) is not int:
         raise RecordError(f"{path}: not a record: it has no whole number as its schema_version.")
     if version > SCHEMA_VERSION:
-        raise RecordError(
+        raise OtherSchema(
             f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest that this kvnotes "
             "reads. Upgrade kvnotes."
         )
     study = data.get("study", "<study>")
-    raise RecordError(
+    raise OtherSchema(
         f"{path}: schema_version {version} is older than {SCHEMA_VERSION}, which this kvnotes reads. Run "
         f"`make probe-{study}` again, or read it with the kvnotes version named in its provenance."
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -12,6 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kvnotes.records import Effect, Instance, Record, content_hash
+
+if TYPE_CHECKING:
+    from kvnotes.listing import Listed
+    from kvnotes.verify import Finding, Verdict
 
 GOOD, BAD, DIM, HEAD = "green", "bold red", "dim", "bold"
 _PIPE_WIDTH = 130  # columns where the output is no terminal
@@ -69,6 +74,43 @@ def overview(records: Mapping[str, Record], out: Console) -> None:
         for _, (name, record) in sorted(newest.items())
     ]
     out.print(_plain_table("The studies' newest records", ("record", "pairs", "scenarios", "s", "result"), rows))
+
+
+def listing(found: Sequence[Listed], out: Console) -> None:
+    """Print a line a record, and under them why some are not current."""
+    table = _table("Records", ())
+    for name in ("model", "study", "layout", "date", "pairs", "state"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("result")
+    for one in found:
+        state = Text(one.state, style=GOOD if one.state == "current" else BAD)
+        result = Text(one.headline, no_wrap=True, overflow="ellipsis")  # `show` prints the whole of it
+        table.add_row(one.model, one.study, one.layout, one.date, one.pairs, state, result)
+    out.print(table)
+    for one in found:
+        for reason in one.reasons:
+            out.print(f"{one.name}: {one.state}: {reason}", soft_wrap=True)
+
+
+def verdict(found: Verdict, out: Console) -> None:
+    """Print whether a record holds, and every part of it that does not or that could not be checked."""
+    wrong = any(finding.state != "unchecked" or finding.fatal for finding in found.findings)
+    said = Text("FAIL ", style=BAD) if wrong else Text("holds ", style=GOOD)
+    out.print(said.append(str(found.path), style=""), soft_wrap=True)
+    for finding in found.findings:
+        _print_finding(finding, out)
+
+
+def contradictions(found: Sequence[tuple[Path, Finding]], out: Console) -> None:
+    """Print what several records contradict each other in."""
+    for path, finding in found:
+        out.print(Text("FAIL ", style=BAD).append(str(path), style=""), soft_wrap=True)
+        _print_finding(finding, out)
+
+
+def _print_finding(finding: Finding, out: Console) -> None:
+    words = "not checked: " if finding.state == "unchecked" else ""
+    out.print(f"  {finding.part}: {words}{finding.what}", soft_wrap=True, style=DIM if words else "")
 
 
 def _facts(record: Record) -> Table:

@@ -1,7 +1,8 @@
 """The loop every study shares: settings, pairs, trials, checks, statistics, record, figure.
 
 A study is a module with TITLE, `measure(trial, config)`, `summarise(instances, config, floor)` and, where it has
-any of its own, `identities(trial, measures)` and a `Settings` class; it is found by its file's stem.
+any of its own, `identities(trial, measures)` and a `Settings` class; it is found by its file's stem. Which of its
+measures are margins it says in MARGINS (see `kvnotes.measures`): without it none is exported as one.
 
 A study that chooses on some instances what it tests on others makes two passes over the pairs:
 `survey(trial, config)`, then once `prepare(instances, config)`, whose plan (plain JSON values) goes into the record,
@@ -48,7 +49,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvnotes import commandline, discover, effects, provenance, records, report, weights
+from kvnotes import commandline, discover, effects, provenance, records, report, vocabulary, weights
 from kvnotes import config as configs
 from kvnotes.config import RunConfig
 from kvnotes.errors import IdentityFailed, KVNotesError, UnknownName
@@ -66,6 +67,9 @@ if TYPE_CHECKING:
 console = Console(stderr=True, highlight=False)
 
 Inside = Callable[[int, int], None]
+# what the runner itself measures of every pair: margins by arm, from the cached decode and from the full forward
+MARGINS = {"unedited": "arm", "full": "arm"}
+RECOMPUTED = "the summary was recomputed from the instances at commit "
 UNITS = {
     "prefix deviation": "largest difference of any cell",
     "cached decode equals full forward": "margin error in logits, over all pairs",
@@ -219,6 +223,11 @@ def _arrays(study: Study, finished: list[Finished], file: ResumeFile) -> Mapping
 def prepare(study: Study, surveyed: list[Finished], gathered: Gathered | None = None) -> dict[str, Any]:
     """The study's plan, from the instances that were surveyed, as a record keeps it: plain JSON values."""
     measured = tuple(done.instance for done in surveyed if done.instance.status != "skipped")
+    return replan(study, measured, gathered)
+
+
+def replan(study: Study, measured: tuple[Instance, ...], gathered: Gathered | None = None) -> dict[str, Any]:
+    """The same from instances, such as a record's, of which none was skipped."""
     plan = study.module.prepare(measured, study.config, *([] if gathered is None else [gathered]))
     return json.loads(json.dumps(records.plain(plan), allow_nan=False))
 
@@ -306,8 +315,7 @@ def _one(study: Study, model: Model, pair: TokenPair | Skipped, *, this: Pass, i
 
 def _measures(study: Study, trial: Trial, this: Pass, before: Finished | None) -> dict[str, Any]:
     """What the pass measures, with what the pass before it did. Raises RunError where it measures the same again."""
-    runners = {"unedited", "full"}
-    earlier = {} if before is None else {k: v for k, v in before.instance.measures.items() if k not in runners}
+    earlier = {} if before is None else {k: v for k, v in before.instance.measures.items() if k not in MARGINS}
     lent = _donors(study, trial, this, this.lender) if this.lender is not None else {}
     made = getattr(study.module, this.function)(trial, study.config, *this.arguments, **lent, **this.given)
     if twice := sorted(set(earlier) & set(made)):
@@ -392,9 +400,9 @@ def _instance(trial: Trial, measures: Mapping[str, Any], config: RunConfig, seco
         target_action=pair.target_action,
     )
     return Instance(
-        **_labels(pair.pair),
+        **labels(pair.pair),
         status="included" if passed else "incompetent",
-        reason=None if passed else _gate_reason(trial, config),
+        reason=None if passed else gate_reason(unedited.base, unedited.target, config),
         tokens=tokens,
         spans=_spans(pair),
         gate=gate,
@@ -413,8 +421,9 @@ def _fired(counts: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _gate_reason(trial: Trial, config: RunConfig) -> str:
-    wrong = [arm for arm, ok in (("base", trial.unedited.base < 0), ("target", trial.unedited.target > 0)) if not ok]
+def gate_reason(base: float, target: float, config: RunConfig) -> str:
+    """Why a pair with these unedited margins does not pass the gate."""
+    wrong = [arm for arm, ok in (("base", base < 0), ("target", target > 0)) if not ok]
     if wrong:
         return f"gate: the unedited model's margin has the wrong sign in {' and '.join(wrong)}"
     return f"gate: the margins of the arms differ by less than {config.gate_gap:g} logits"
@@ -422,7 +431,7 @@ def _gate_reason(trial: Trial, config: RunConfig) -> str:
 
 def _skipped(skipped: Skipped) -> Instance:
     return Instance(
-        **_labels(skipped.pair),
+        **labels(skipped.pair),
         status="skipped",
         reason=skipped.reason,
         tokens=None,
@@ -434,7 +443,8 @@ def _skipped(skipped: Skipped) -> Instance:
     )
 
 
-def _labels(pair: Pair) -> dict[str, Any]:
+def labels(pair: Pair) -> dict[str, Any]:
+    """What a record says of an instance before anything is measured."""
     names = ("id", "scenario", "domain", "layout", "kind", "group", "seed")
     return {**{name: getattr(pair, name) for name in names}, "balance": dict(pair.balance)}
 
@@ -471,6 +481,7 @@ def build(study: Study, model: Model, measured: Measured, clock: Timings) -> Rec
         checks=tuple(_checks(finished, model, config)),
         arrays=(records.write_arrays(measured.arrays, study.path),) if measured.arrays else (),
         timings=clock,
+        vocabulary=vocabulary.of(instances, model.tokenizer),
     )
 
 
@@ -482,22 +493,47 @@ def summarise(study: Study, instances: tuple[Instance, ...], floor: float, array
 
 
 def resummarise(path: Path) -> Record:
-    """Recompute a record's summary from its own instances and arrays with the code of now, and say so in its notes.
+    """Recompute a record's summary from its own instances and arrays with the code of now, and say so in its notes; add
+    its tokens' texts where it has none and its tokenizer is in the cache.
 
     Raises RecordError for a file that is no record or lacks its arrays, UnknownName for a study that no longer exists.
     """
     record = records.read(path)
+    study = study_of(record)
+    made = summary_of(study, record, path)
+    here = provenance.collect(study.config, module=discover.studies()[record.study])
+    made = made.model_copy(update={"notes": (*made.notes, f"{RECOMPUTED}{here.git_commit}")})
+    words = record.vocabulary or _vocabulary(record)
+    return records.write(record.model_copy(update={"summary": made, "vocabulary": words}), path)
+
+
+def study_of(record: Record) -> Study:
+    """A record's study with its settings, as the code of now has them: a setting that came later had its default's
+    effect when the record was made.
+
+    Raises UnknownName for a study that no longer exists, pydantic's ValidationError for settings that it does not take.
+    """
     module = discover.study(record.study)
     settings = getattr(module, "Settings", RunConfig)
-    # a setting that came later had its default's effect when the record was made
     config = settings.model_validate(configs.defaults(record.study) | record.provenance.config)
-    study = Study(module=module, config=config)
+    return Study(module=module, config=config)
+
+
+def summary_of(study: Study, record: Record, path: Path) -> Summary:
+    """The summary that the instances and arrays of the record read from `path` give with the code of now.
+
+    Raises RecordError where its arrays are missing or others.
+    """
     arrays = records.read_arrays(record, path)
-    made = summarise(study, record.instances, float(record.model.noise_floor or 0.0), arrays)
-    here = provenance.collect(study.config, module=discover.studies()[record.study])
-    note = f"the summary was recomputed from the instances at commit {here.git_commit}"
-    made = made.model_copy(update={"notes": (*made.notes, note)})
-    return records.write(record.model_copy(update={"summary": made}), path)
+    return summarise(study, record.instances, float(record.model.noise_floor or 0.0), arrays)
+
+
+def _vocabulary(record: Record) -> dict[str, str]:
+    try:
+        return vocabulary.of_record(record)
+    except vocabulary.NoTokenizer as missing:
+        console.print(str(missing), soft_wrap=True)
+        return {}
 
 
 def _checks(finished: list[Finished], model: Model, config: RunConfig) -> Iterable[Check]:

@@ -37,12 +37,14 @@ __all__ = [
     "Prepared",
     "WeightsError",
     "cache_folder",
+    "cached_folders",
     "entry_for",
     "known_models",
     "load_entry",
     "load_tokenizer",
     "prepare",
     "run_name",
+    "tokenizer_sha256",
 ]
 
 REGISTRY = Path(__file__).resolve().parents[1] / "configs" / "models"
@@ -353,8 +355,8 @@ def _snapshot(repo: str) -> Path:
 
 def _identify(entry: ModelEntry, folder: Path) -> Prepared:
     weights = _safetensors(folder)
-    tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
-    if not tokenizer:
+    tokenizer = tokenizer_sha256(folder)
+    if tokenizer is None:
         raise WeightsError(f"{folder} has no tokenizer ({', '.join(TOKENIZER_FILES[:3])}); save it there too.")
     source = f"local folder {entry.name}"
     if entry.hub is not None:
@@ -362,10 +364,45 @@ def _identify(entry: ModelEntry, folder: Path) -> Prepared:
     return Prepared(
         folder=folder,
         weights_sha256=_digest(weights),
-        tokenizer_sha256=_digest(tokenizer[:1] if tokenizer[0].name == "tokenizer.json" else tokenizer),
+        tokenizer_sha256=tokenizer,
         precision=entry.precision or _stored_precision(weights),
         source=source,
     )
+
+
+def tokenizer_sha256(folder: Path) -> str | None:
+    """The SHA-256 of a model folder's tokenizer as records keep it: of tokenizer.json where there is one, else of the
+    files that make one up. None where the folder has none."""
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+    if not files:
+        return None
+    return _digest(files[:1] if files[0].name == "tokenizer.json" else files)
+
+
+def cached_folders(name: str) -> list[Path]:
+    """Where the files of a model of that name, as records give it, stand on this machine. Nothing is fetched."""
+    cache = cache_folder()
+    folders = [cache / kind / name for kind in ("models", "planted")] if "/" not in name else []
+    try:
+        hub = load_entry(name).hub if name in known_models() else name
+    except WeightsError:
+        hub = None
+    if hub is not None and HUB_ID.fullmatch(hub):
+        folders += _cached_snapshots(hub)
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _cached_snapshots(repo: str) -> list[Path]:
+    """The hub repository's files in huggingface_hub's own cache, the newest version alone."""
+    try:
+        from huggingface_hub import snapshot_download  # in the models extra
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ModuleNotFoundError:
+        return []
+    try:
+        return [Path(snapshot_download(repo, local_files_only=True))]
+    except (LocalEntryNotFoundError, HFValidationError):
+        return []
 
 
 def _safetensors(folder: Path) -> list[Path]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Dissociation: the trigger's cells against the notes, the field held identical"
+MARGINS = {"margins": "state"}
 
 
 def donors(pair: TokenPair, pairs: Mapping[str, TokenPair], plan: Measures) -> list[TokenPair]:

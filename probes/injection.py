@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Injection: the decision follows the opposite conclusion's notes"
+MARGINS = {
+    "singles": "slot",
+    "own": "count",
+    "margins": "state",
+    "ranked": "count",
+    "random": "count draw",
+}
 COUNTS = (1, 2, 4, 8, 16, 32)  # how many notes; 8 is the paper's
 LENT = {"foreign_opposite": 2, "foreign_same": 3}  # where, of four logits, the lender's action of that arm stands
 RANKED = {"top": ("ranked", " by the other fold"), "in_sample": ("own", ", in-sample")}

@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Knockout: the notes that must go for the decision to fall back"
+MARGINS = {
+    "single": "slot",
+    **dict.fromkeys(("resample", "mean", "block", "own"), "dose"),
+    "random": "way dose draw",
+    **dict.fromkeys(("from", "up_to"), "dose layer"),
+    "mirror": "",
+}
 DOSES = (1, 2, 4, 8, 16, 32)
 ALL, RANDOM, OWN = "all", "random", "own"
 IN_SAMPLE = "base's cells, ranked in-sample"

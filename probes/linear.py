@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Linear decodability of the conclusion"
+MARGINS: dict[str, str] = {}  # nothing is edited
 CONTROLS = {"control", "memorised"}
 LABELS = {"conclusion": "", "rule": "rule_"}  # what the probes look for, and how their effects' names begin
 TASKS = {

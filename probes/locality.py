@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Locality: field-only against notes-only"
+MARGINS = {"margins": "state"}
 
 
 def interventions(pair: TokenPair) -> list[CacheEdit]:

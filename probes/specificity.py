@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Specificity: the best positions against others at random"
+MARGINS = {"notes": "", "single": "slot", "best": "choice count", "drawn": "kind count draw"}
 KS = (1, 2, 4, 8, 16)
 K = 8  # the paper's number
 CHOSEN = {"top": "cross-fitted", "in_sample": "in-sample"}

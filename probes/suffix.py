@@ -27,6 +27,15 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Suffix concentration: which positions and layers carry the decision"
+MARGINS = {
+    "notes": "",
+    **dict.fromkeys(("single", "without"), "slot"),
+    **dict.fromkeys(("layer", "up_to", "from"), "layer"),
+    **dict.fromkeys(("group", "rest"), "class"),
+    "ranked": "ranking count",
+    "random": "count draw",
+    "map": "layer slot",
+}
 PARTS = (0.5, 0.8, 0.95)  # of the effect, whose share of the positions is asked for
 LAYERS = {"alone": "layer", "up to": "up_to", "from": "from"}
 RANKINGS = {"top": "cross-fitted rank", "both": "cross-fitted rank with leave-one-out", "in_sample": "in-sample rank"}

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Timing: written before it is read"
+MARGINS = {"margins": "curve layer"}  # those of the lens are no decision's
 PLACES = ("aggregator", "decision")
 LABELS = {"conclusion": "", "rule": "rule_"}  # what the probes look for, and how their effects' names begin
 ALPHA = 0.05  # of a layer's permutation null

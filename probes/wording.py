@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "Wording: what a correction before the question must say"
+MARGINS = {"margins": "correction"}
 WORDINGS = {
     "bare_value": "bare value",
     "tagged_update": "tagged update",

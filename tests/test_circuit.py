@@ -1,4 +1,4 @@
-"""The circuit's summary page: six panels and table 5 from the records there are, and words where there is none."""
+"""The circuit's pages: six panels and table 5 from the records there are, and words where there is none."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 from sample_record import make_record
 from typer.testing import CliRunner
 
-from figures import build, circuit, style
+from figures import build, circuit, composed, measures, style
 from kvnotes import discover, records
-from kvnotes.records import Record, RecordError, Table
+from kvnotes.errors import UnknownName
+from kvnotes.records import Record, Table
 
 LAYOUT = "table_field_first"
 
@@ -45,8 +46,12 @@ def two_models() -> dict[str, Record]:
     return {f"{one.model.name}/{one.study}/{LAYOUT}": one for one in found}
 
 
-def test_the_page_holds_table_5_the_papers_values_and_what_is_missing():
-    text = circuit.page(two_models(), layout=LAYOUT)
+def models() -> measures.Models:
+    return measures.by_model(two_models(), layout=LAYOUT, studies=circuit.PAGES[0].studies)
+
+
+def test_table_5_holds_the_papers_values_and_what_is_missing():
+    text = composed.markdown(circuit.PAGES[1], models(), layout=LAYOUT)
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
     assert "0.44 [0.34, 0.54], n=8 | - (not run) | -" in lines["Read: 12 read heads"]
     assert "Llama-3.1-8B: 0.78" in lines["Read: 12 read heads, in-sample"]  # as the paper ranked them
@@ -55,15 +60,16 @@ def test_the_page_holds_table_5_the_papers_values_and_what_is_missing():
     assert "0.13 [0.03, 0.23], n=8 | 0.15 [0.05, 0.25], n=8 | Llama-3.1-8B: 0.79" in lines["Scrub: note of aggregators"]
     assert "drift, two models: 0.02 to 0.04" in lines["Scrub: size of the drift"]
     assert "Gemma-2-9B: 0.82 to 0.92" in lines["Attn: share of the write"]
-    assert "heads: read heads, 5" in lines
-    assert "direction: a random direction's own (control)" in lines  # in one line
-    assert "- one: no record of direction, attribution, sae" in text
+    assert "- one: no record of attribution, direction, sae" in text
     assert "- two: no record of heads, attribution, sae" in text
+    text = composed.markdown(circuit.PAGES[0], models(), layout=LAYOUT)
+    assert "| read heads, 5 |" in text
+    assert "| a random direction's own (control) |" in text  # in one line
 
 
 def test_a_panel_without_any_record_says_so_and_the_others_show_their_numbers():
     with style.styled():
-        figure = circuit.draw(two_models(), layout=LAYOUT)["circuit/figure15"]
+        figure = composed.figure(circuit.PAGES[0], models())
     a, b, c, d, e, f = figure.axes
     said = {ax: " ".join(text.get_text() for text in ax.texts) for ax in figure.axes}
     assert "no record of attribution: run `make probe-attribution`" in said[c]
@@ -71,22 +77,18 @@ def test_a_panel_without_any_record_says_so_and_the_others_show_their_numbers():
     assert "0.05 [" in said[b]
     assert "not run" in said[b]  # one has no direction
     assert "0.94 [" in said[d]
+    assert "two: not run" in said[a]
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in a.lines]
-    assert ([0.0, 1.0, 2.0, 3.0, 4.0], pytest.approx([0.22, 0.26, 0.3, 0.36, 0.44])) in drawn
-    assert ([pytest.approx(0.88)], [0.45]) in drawn  # the paper's, at three heads
+    at = [k - 0.03 for k in range(5)]  # beside the other model
+    assert (pytest.approx(at), pytest.approx([0.22, 0.26, 0.3, 0.36, 0.44])) in drawn
+    assert ([pytest.approx(0.85)], [0.45]) in drawn  # the paper's, at three heads
     assert ([0.61, 0.02], [0.33, -0.02]) in [(list(line.get_xdata()), list(line.get_ydata())) for line in f.lines]
-    assert "1.0" in [text.get_text() for text in f.texts]
-    assert "0.1" not in [text.get_text() for text in f.texts]  # it moves nothing
-
-
-def test_no_record_draws_nothing():
-    assert circuit.draw({}) == {}
-    assert circuit.draw(two_models(), layout="prose_field_first") == {}
+    assert "one: strongest 1.0 0.33; rank correlation not measured" in said[f]  # 0.1 moves nothing
 
 
 def test_it_is_a_page_and_no_study():
     assert "circuit" not in build.studies()
-    assert {*circuit.STUDIES} <= {*discover.studies()}
+    assert {*circuit.PAGES[0].studies} <= {*discover.studies()}
 
 
 def test_the_papers_values_by_number_of_heads():
@@ -98,15 +100,15 @@ def test_the_papers_values_by_number_of_heads():
     assert circuit.FEATURES.papers(features) == {(0, 0.0), (1, 0.3), (2, 0.5), (3, 0.54)}
 
 
-def test_the_command_writes_figure_and_page(tmp_path):
+def test_the_command_writes_figure_and_tables_of_the_models_asked_for(tmp_path):
     for name, one in two_models().items():
         records.write(one, tmp_path / "results" / f"{name}.json")
-    asked = [str(tmp_path / "results"), "--model", "two", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(circuit.app, asked)
+    asked = [str(tmp_path / "results"), "--model", "two", "--only", "table5", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(build.app, asked)
     assert done.exit_code == 0, done.output
-    folder = tmp_path / "out" / "circuit"
-    assert sorted(path.name for path in folder.iterdir()) == ["figure15.pdf", "figure15.png", "page.md"]
-    assert "| one" not in (folder / "page.md").read_text(encoding="utf-8")
-    (tmp_path / "none").mkdir()
-    missing = CliRunner().invoke(circuit.app, [str(tmp_path / "none")])
-    assert isinstance(missing.exception, RecordError)
+    folder = tmp_path / "out" / "paper"
+    assert sorted(path.name for path in folder.iterdir()) == [f"table5.{kind}" for kind in ("md", "pdf", "png", "tex")]
+    assert "one |" not in (folder / "table5.md").read_text(encoding="utf-8")
+    missing = CliRunner().invoke(build.app, [*asked, "--model", "tow"])
+    assert isinstance(missing.exception, UnknownName)
+    assert "did you mean 'two'? Known: one, two" in str(missing.exception)

@@ -377,6 +377,16 @@ def test_records_are_found_by_name_and_study(written: Path) -> None:
         records.find(results / "none")
 
 
+def test_what_cannot_be_read_stops_no_other(written: Path) -> None:
+    results = written.parents[2]
+    old = written.with_name("old.json")
+    old.write_text(written.read_text().replace('"schema_version": 1', '"schema_version": 0'))
+    found, unreadable = records.find_readable(results)
+    assert list(found) == [records.record_name(written)]
+    assert list(unreadable) == [old]
+    assert unreadable[old].startswith("schema_version 0 is older than 1")
+
+
 def test_records_need_no_torch() -> None:
     code = "import sys, kvnotes.records, kvnotes.report, kvnotes.cli, figures.build, figures.locality; "
     heavy = "[m for m in ('torch', 'transformers', 'transformer_lens') if m in sys.modules]"

@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvnotes import config as configs
-from kvnotes import discover, memory, models, records, runner, weights
+from kvnotes import discover, memory, models, planted_words, records, runner, weights
 from kvnotes.config import RunConfig
 from kvnotes.errors import UnknownName
 from kvnotes.resume import Finished, ResumeFile
@@ -323,6 +323,9 @@ def test_a_record_says_all_that_is_needed_to_defend_it(tmp_path):
     )
     assert "results" not in record.provenance.config
     assert one.spans["field"] == ((one.tokens.changed[0], one.tokens.changed[0] + 1),)
+    actions = {(scenario.permit, scenario.restrict) for scenario in planted_words.SCENARIOS}
+    first, second = (record.vocabulary[str(i)] for i in (one.tokens.base_action, one.tokens.target_action))
+    assert {(first, second), (second, first)} & actions
     assert path.name == f"words_field_first-{record.provenance.config_hash[:8]}.json"  # not the default settings
     assert os.path.basename(str(tmp_path)) not in json.dumps(record.model_dump(mode="json", exclude={"provenance"}))
     # a summary is recomputable from the instances alone
@@ -345,6 +348,9 @@ def test_a_summary_is_recomputed_from_the_instances(tmp_path):
     assert again.instances == record.instances
     assert "recomputed from the instances at commit" in again.summary.notes[0]
     assert records.read(path) == again
+    # an older record has no token texts, and gets them where its tokenizer is in the cache
+    records.write(record.model_copy(update={"vocabulary": {}}), path)
+    assert runner.resummarise(path).vocabulary == record.vocabulary
 
 
 # --- studies of two passes, and studies with arrays -------------------------------------------------------

@@ -104,10 +104,11 @@ def test_ids_name_one_pair_each(layout):
 
 
 def test_pairs_are_spread_evenly_over_the_scenarios():
-    # 36 scenarios: 60 pairs are one each and a second for 24 of them
-    counts = Counter(pair.scenario for pair in make(n=60))
-    assert sorted(counts.values()) == [1] * 12 + [2] * 24
-    assert set(Counter(pair.scenario for pair in make(n=72)).values()) == {2}
+    # one pair each, and a second for all but 12 of them
+    each = len(SCENARIOS)
+    counts = Counter(pair.scenario for pair in make(n=2 * each - 12))
+    assert sorted(counts.values()) == [1] * 12 + [2] * (each - 12)
+    assert set(Counter(pair.scenario for pair in make(n=2 * each)).values()) == {2}
 
 
 @pytest.mark.parametrize("n", [2, 8, 24, 36, 60, 144])
@@ -125,7 +126,7 @@ def test_eight_pairs_hold_every_combination_once():
 
 def test_choices_balance_within_a_scenario_about_the_same_words():
     for scenario in SCENARIOS:
-        own = [pair.balance for pair in make(n=72) if pair.scenario == scenario.id]
+        own = [pair.balance for pair in make(n=2 * len(SCENARIOS)) if pair.scenario == scenario.id]
         assert len(own) == 2
         assert own[0]["values"] == own[1]["values"]
         for choice in ("rule_order", "value_order", "permits"):
@@ -135,7 +136,7 @@ def test_choices_balance_within_a_scenario_about_the_same_words():
 def test_all_three_values_take_turns():
     # six rounds of a scenario: each two of its three values twice
     for scenario in SCENARIOS[:5]:
-        own = [pair.balance["values"] for pair in make(n=216) if pair.scenario == scenario.id]
+        own = [pair.balance["values"] for pair in make(n=6 * len(SCENARIOS)) if pair.scenario == scenario.id]
         assert sorted(Counter(own).values()) == [2, 2, 2]
 
 
