@@ -71,13 +71,14 @@ probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other, and 
 	$(PY) -m kvnotes.cli overview $(call flag,MODEL,model) $(call flag,RESULTS,results)
 
 OTHERS := $(filter-out MODEL PAIR WORDING,TASK LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS)
-DRAW = $(PY) -m figures.build $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results) \
-	  $(call flag,LAYOUT,layout)
+DRAW = $(PY) -m figures.build $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results)
+# a page shows one layout; LAYOUT=all measures every one, and the pages show the default
+PAGES = $(if $(filter all,$(LAYOUT)),,$(call flag,LAYOUT,layout))
 # several studies on MODELS, then their pages: $(call side-by-side,pages,studies,settings that are taken away)
 define side-by-side
 	+@set -e; for model in $(MODELS); do for study in $(2); do \
 	  $(MAKE) --no-print-directory probe-$$study $(3) MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
-	$(DRAW) $(foreach page,$(1),--only $(page)) $(foreach m,$(MODELS),--model $(call quote,$(m)))
+	$(DRAW) $(PAGES) $(foreach page,$(1),--only $(page)) $(foreach m,$(MODELS),--model $(call quote,$(m)))
 endef
 
 # each study has its own kind of pair, so PAIR= and WORDING= are taken away, which make would hand on by itself
@@ -93,7 +94,7 @@ calibrate: $(READY) ## every study on every planted model, expected beside measu
 	$(PY) -m kvnotes.cli calibrate $(call flag,RESULTS,results)
 
 figures: $(or $(wildcard $(READY)),$(LIGHT)) ## every figure and table from the records under results/; ONLY="fig3a table5 suffix" and MODELS="a b" for some
-	$(DRAW) $(foreach one,$(ONLY),--only $(call quote,$(one))) \
+	$(DRAW) $(call flag,LAYOUT,layout) $(foreach one,$(ONLY),--only $(call quote,$(one))) \
 	  $(if $(filter-out file,$(origin MODELS)),$(foreach m,$(MODELS),--model $(call quote,$(m))))
 
 claims: $(READY) ## docs/claims.md: which of the paper's claims the records support, by model
@@ -101,7 +102,7 @@ claims: $(READY) ## docs/claims.md: which of the paper's claims the records supp
 
 # MODELS has a default, which is not what a report of every record asks for
 ASKED = $(if $(filter-out file default undefined,$(origin MODELS)),$(foreach m,$(MODELS),--model $(call quote,$(m))))
-report: $(READY) ## one HTML page of every record, figures and a view of the tokens included; MODELS="a b" picks models
+report: $(or $(wildcard $(READY)),$(LIGHT)) ## one HTML page of every record, figures and a view of the tokens included; MODELS="a b" picks models
 	$(PY) -m figures.webpage $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures/report.html),results)$(if $(ASKED), $(ASKED))
 
 show: $(READY) ## print a record: R=results/<model>/<study>/<layout>.json

@@ -1,13 +1,16 @@
 """Draw records: `python -m figures.build RESULTS` draws every one and the composed pages, `draw_record` a single one.
 
-A record that cannot be read, that failed a check, or that its figure cannot draw becomes a figure that says why.
+A record that cannot be read, that failed a check, or that its figure cannot draw becomes a figure that says why; so
+does what shows several models and cannot be drawn.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from figures import side
 from kvnotes import discover
 from kvnotes.commandline import guard
 from kvnotes.errors import UnknownName
@@ -75,18 +79,27 @@ def draw_record(record: Record, path: Path, out: Path = OUT) -> list[Path]:
         return [file for name, figure in drawn.items() for file in style.save(figure, out / name)]
 
 
-def _draw_safely(study: str, records: Mapping[str, Record]) -> tuple[dict[str, Figure], dict[str, str]]:
-    """The figures of those records that can be drawn, and why the others cannot."""
-    try:
-        return draw(study, records), {}
-    except Exception as error:  # a record of another version may lack any table or effect: the others are drawn
-        reason = f"{type(error).__name__} while drawing it: {error}. Run `make probe-{study}` again"
+def draw_safely(study: str, records: Mapping[str, Record]) -> tuple[dict[str, Figure], dict[str, str]]:
+    """The figures of those records that can be drawn, and by name why others cannot; what shows several models has the
+    name `side_by_side` of the study."""
+    drawn, why = side.attempt(lambda: draw(study, records), again=f"make probe-{study}")
+    if drawn is not None:
+        return drawn, {}
     if len(records) == 1:
-        return {}, dict.fromkeys(records, reason)
-    alone = {name: _draw_safely(study, {name: record})[1] for name, record in records.items()}
-    faults = {name: reason for found in alone.values() for name, reason in found.items()}
+        return {}, dict.fromkeys(records, why)
+    alone = {name: draw_safely(study, {name: record}) for name, record in records.items()}
+    faults = {name: reason for _, found in alone.values() for name, reason in found.items()}
     kept = {name: record for name, record in records.items() if name not in faults}
-    return (draw(study, kept) if faults and kept else {}), faults or dict.fromkeys(records, reason)
+    if faults and kept:
+        drawn, others = draw_safely(study, kept)
+        return drawn, faults | others
+    own = {name: figure for figures, _ in alone.values() for name, figure in figures.items()}
+    return own, faults or {side_by_side(study): why}
+
+
+def side_by_side(study: str) -> str:
+    """The name of what shows several models and cannot be drawn."""
+    return f"{study}/side-by-side"
 
 
 # --- records ----------------------------------------------------------------------------------------------
@@ -99,9 +112,13 @@ def drawable(results: Path, study: str) -> tuple[dict[str, Record], dict[str, st
         RecordError: if the folder does not exist.
     """
     records, unreadable = find_readable(results, study=study)
-    faults = {record_name(path): reason for path, reason in unreadable.items()}
-    faults |= {name: reason for name, record in records.items() if (reason := failed(record, study))}
+    faults = {record_name(path): reason for path, reason in unreadable.items()} | all_failed(records)
     return {name: record for name, record in records.items() if name not in faults}, dict(sorted(faults.items()))
+
+
+def all_failed(records: Mapping[str, Record]) -> dict[str, str]:
+    """Of records by name, those that are not to be drawn, and why: a failed check, or another study's folder."""
+    return {name: reason for name, record in records.items() if (reason := failed(record, name.split("/")[1]))}
 
 
 def failed(record: Record, study: str) -> str:
@@ -167,7 +184,7 @@ def _run_study(study: str, order: Order) -> tuple[list[Path], list[str]]:
     from figures import page, style
 
     records, faults = _of_models(order, study)
-    drawn, undrawn = _draw_safely(study, records) if records else ({}, {})
+    drawn, undrawn = draw_safely(study, records) if records else ({}, {})
     faults |= undrawn
     drawn |= {name: page.notice(f"Not drawn: {name}", reason) for name, reason in faults.items()}
     files = [file for name, figure in drawn.items() for file in style.save(figure, order.out / name)]
@@ -202,11 +219,27 @@ def model_folders(results: Path, models: Sequence[str]) -> tuple[str, ...]:
     from kvnotes.weights import run_name
 
     known = {path.parent.parent.name for path in record_files(results)}
-    folders = tuple(dict.fromkeys(safe_name(run_name(model)) for model in models))
-    for model, folder in zip(models, folders, strict=False):
+    folders: dict[str, str] = {}
+    for model in models:
+        folders.setdefault(safe_name(run_name(model)), model)
+    for folder, model in folders.items():
         if folder not in known:
             raise UnknownName(kind="model among the records", name=model, known=known)
-    return folders
+    return tuple(folders)
+
+
+def check_layout(results: Path, layout: str) -> None:
+    """A page shows one layout, which a task or a record has.
+
+    Raises:
+        UnknownName: for another, and for `all`, which is the layout of no pair.
+    """
+    known = {re.sub(r"-[0-9a-f]{8}$", "", path.stem) for path in record_files(results)} - {side.ALL}
+    for stem in discover.stems("tasks"):
+        with contextlib.suppress(UnknownName):  # a task's helper
+            known |= {*discover.task(stem).LAYOUTS}
+    if layout not in known:
+        raise UnknownName(kind="layout of a page", name=layout, known=known)
 
 
 def draw_all(order: Order, wanted: Sequence[str], jobs: int) -> Iterator[tuple[list[Path], list[str]]]:
@@ -236,6 +269,7 @@ def build(
     jobs: Annotated[int, typer.Option(help="Processes; 0 is one a processor.")] = 0,
 ) -> None:
     """Draw every record under RESULTS, and the paper's figures 3 and 15 and tables 3 to 5 from them."""
+    check_layout(results, layout)
     order = Order(results=results, out=out, layout=layout, models=model_folders(results, model or []))
     for files, warnings in draw_all(order, names(order, only or []), jobs or processors()):
         for file in files:

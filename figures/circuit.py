@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from figures import composed, measures
+from figures import composed, side
 from figures.composed import Page, Panel
-from figures.measures import Counts, Curve, Measure, Models, Said
+from figures.side import Counts, Curve, Found, Measure, Models, Said
 from kvnotes.records import Record
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 AGGREGATOR = "aggregator"  # a column of the attention table
 DASH_DOT, LONG, SPARSE_DASH = (0, (6, 2, 1, 2)), (0, (10, 2)), (0, (3, 4))
 NAMED, LEAST = 5, 0.01  # heads of a model that are named in panel f, where they move so much
+TICK = 0.06  # height of the paper's attention on panel f's axis, whose recovery it does not give
 
 # the paper's heads and features were ranked on the pairs that they are tested on
 HEADS = Counts(
@@ -37,10 +38,10 @@ HEADS = Counts(
             effects="write_in_sample_{k}",
             words="write heads, one aggregator, in-sample",
             line=SPARSE_DASH,
-            marker="v",
+            marker="^",
             last="write",
         ),
-        Curve(effects="read_random_{k}", words="random heads (control)", line=":"),
+        Curve(effects="read_random_{k}", words="random heads (control)", line=":", marker="s", last="random"),
     ),
 )
 FEATURES = Counts(
@@ -51,7 +52,7 @@ FEATURES = Counts(
         Curve(effects="clamp_{k}", words="best features", line="-"),
         Curve(effects="clamp_in_sample_{k}", words="best features, in-sample", line="--", paper="clamp_{k}"),
         Curve(effects="clamp_{k}_any_slot", words="best features, best slot", line=DASH_DOT),
-        Curve(effects="random_{k}", words="random features (control)", line=":"),
+        Curve(effects="random_{k}", words="random features (control)", line=":", marker="s", last="random"),
     ),
 )
 
@@ -146,6 +147,8 @@ SPARSE = _measures(
     ),
 )
 FOLLOWS = Measure(study="heads", effect="attention_follows", label="rank correlation of attention and effect")
+AUC = Measure(study="sae", effect="auc", label="held-out AUC of the best feature")
+AUC_ANY = Measure(study="sae", effect="auc_any_slot", label="held-out AUC of the best feature, best slot", paper="none")
 CHOSEN = "What is chosen was chosen on the other fold of the scenarios, but where it says in-sample, as in the paper."
 
 
@@ -156,14 +159,12 @@ def panel_features(ax: Axes, models: Models) -> Said:
     """Recovery by features clamped; in words, how well the best one reads the conclusion on held-out scenarios."""
     from figures import style
 
-    said = measures.panel_counts(ax, models, FEATURES)
+    said = side.panel_counts(ax, models, FEATURES)
     for index, (model, found) in enumerate(models.items()):
-        auc, best = (
-            measures.cell(Measure(study="sae", effect=one, label=""), found) for one in ("auc", "auc_any_slot")
-        )
+        auc, best = side.cell(AUC, found), side.cell(AUC_ANY, found)
         if auc.value is not None or best.value is not None:
-            words = f"{model}: held-out AUC of its best feature {auc.numbers}; best slot {best.numbers}"
-            said.append((words, style.model_look(index)[0]))
+            words = f"{model}: {AUC.label} {auc.numbers}; best slot {best.numbers}"
+            said += side.words(words, style.model_look(index)[0])
     return said
 
 
@@ -175,27 +176,65 @@ def panel_attention(ax: Axes, models: Models) -> Said:
     said: Said = []
     for index, (model, found) in enumerate(models.items()):
         colour, marker = style.model_look(index)
-        record = measures.readable(found).get("heads")
-        points = {} if record is None else read_heads(record)
+        points = _points(found)
+        follows = side.cell(FOLLOWS, found)
+        if points is None:
+            said += side.words(f"{model}: {follows.why}", colour)
+            continue
         x, y = [x for x, _ in points.values()], [y for _, y in points.values()]
         ax.plot(x, y, marker, color=colour, markersize=5, markeredgewidth=0)
-        said.append(
-            (f"{model}: {_strongest(points)}; rank correlation {measures.cell(FOLLOWS, found).numbers}", colour)
-        )
+        said += side.words(f"{model}: {_strongest(points)}; rank correlation {follows.numbers}", colour)
     for one in style.published()["heads"]["strongest"].values():
-        measures.open_marker(ax, one["attention"], 0.03, marker="D", transform=ax.get_xaxis_transform())
+        ax.axvline(one["attention"], ymax=TICK, color=style.INK, linewidth=1.2)
     ax.axhline(0, color=style.GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     ax.set_ylabel("recovery, z alone")
     return said
 
 
-def _strongest(points: dict[str, tuple[float, float]]) -> str:
+def _points(found: Found) -> dict[str, tuple[float, float]] | None:
+    """A model's read heads; None where it has no record of them, or one that reports nothing."""
+    from figures import page
+
+    record = side.readable(found).get("heads")
+    return None if record is None or not page.reported(record) else read_heads(record)
+
+
+def _ranked(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    return sorted(points, key=lambda head: -points[head][1])[:NAMED]
+
+
+def _strongest(points: Mapping[str, tuple[float, float]]) -> str:
     """The heads that move most, with what they move."""
     from figures import style
 
-    best = sorted(points, key=lambda head: -points[head][1])[:NAMED]
-    named = [f"{head} {style.number(points[head][1])}" for head in best if points[head][1] > LEAST]
+    named = [f"{head} {style.number(points[head][1])}" for head in _ranked(points) if points[head][1] > LEAST]
     return f"strongest {', '.join(named)}" if named else "no head moves it alone"
+
+
+def rows_of_heads(models: Models) -> Iterator[list[str]]:
+    """Each model's strongest read heads, a row a rank; in the first the paper's, whose attention alone is known."""
+    from figures import style
+
+    columns = [_cells(found) for found in models.values()]
+    known = style.published()["heads"]["strongest"].items()
+    words = [f"{model}: {one['head']}, attention {style.as_published(one['attention'])}" for model, one in known]
+    for rank in range(NAMED):
+        published = "; ".join(words) if rank == 0 else "-"
+        yield [f"read head {rank + 1}: z alone, attention", *(column[rank] for column in columns), published]
+
+
+def _cells(found: Found) -> list[str]:
+    """The strongest heads of a model as cells of a table, as many as are named."""
+    from figures import style
+
+    points, why = side.attempt(lambda: _points(found), again="make probe-heads")
+    if points is None:
+        return [f"- ({side.in_short(why) or side.cell(FOLLOWS, found).why})"] * NAMED
+    named = [
+        f"{head}: R {style.number(points[head][1])}, attention {style.number(points[head][0])}"
+        for head in _ranked(points)
+    ]
+    return [*named, *["-"] * NAMED][:NAMED]
 
 
 def read_heads(record: Record) -> dict[str, tuple[float, float]]:
@@ -220,29 +259,32 @@ PAGES = (
     Page(
         name="fig15",
         heading="The circuit by model (the paper's figure 15)",
-        columns=2,
-        width=15.0,
         panels={
             "a": composed.lines("read and write heads, jointly patched", HEADS),
             "b": composed.rows("one direction of the residual", DIRECTION),
             "c": composed.rows("who writes the note", ATTRIBUTION, xlabel="share of the write, or recovery R"),
             "d": composed.rows("causal scrubbing", SCRUBBING),
-            "e": composed.lines("SAE features: decode and cause", FEATURES, panel_features),
+            "e": composed.lines("SAE features: decode and cause", FEATURES, panel_features, said=(AUC, AUC_ANY)),
             "f": Panel(
                 title="read heads: effect and attention",
                 measures=(FOLLOWS,),
                 draw=panel_attention,
-                height=lambda models: 3.6 + 0.13 * models,
-                xlabel="attention from the decision to aggregators  (open: the paper's strongest read heads)",
+                height=lambda models: composed.LINES,
+                xlabel="attention from the decision to aggregators  (ticks: published)",
+                listed=rows_of_heads,
+                marks={"published, f: attention of the strongest read heads": "|"},
             ),
         },
-        notes=(CHOSEN,),
+        notes=(
+            CHOSEN,
+            "a: the paper's write heads are the top ones, of a number that it does not give; they stand at 12, as its "
+            "read heads and the random ones do. e: its random features, without a number too, stand at 30. f: of its "
+            "strongest read heads it gives the attention, not what each moves.",
+        ),
     ),
     Page(
         name="table5",
         heading="The circuit in numbers (the paper's table 5)",
-        columns=2,
-        width=15.0,
         panels={
             "heads": composed.rows("read and write heads", READ),
             "scrubbing": composed.rows("causal scrubbing", NOTE),

@@ -15,6 +15,7 @@ import typer
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from figures import side
 from kvnotes.commandline import guard
 from kvnotes.config import defaults
 from kvnotes.records import Effect, Record, RecordError, find, write_atomically
@@ -39,7 +40,7 @@ class Part(_Frozen):
     study: str
     effect: str
     record: str = ""
-    """The record's file stem; the study's default layout where empty."""
+    """The record's layout; the study's default one where empty."""
     layout: str = ""
     """One of several layouts of a record; the record's own where empty."""
     at_least: float | None = None
@@ -78,16 +79,19 @@ def read(path: Path = CLAIMS) -> tuple[Claim, ...]:
 
 def judge(part: Part, records: Mapping[str, Record]) -> Judged:
     """A part's verdict and number by one model's records, which have the names of `kvnotes.records.find` without the
-    model."""
-    stem = part.record or defaults(part.study)["layout"]
-    record = records.get(f"{part.study}/{stem}")
-    if record is None:
+    model; of several records that could stand for the study, the one that the pages of figures show."""
+    layout = part.record or defaults(part.study)["layout"]
+    chosen = side.stands_for(records, study=part.study, layout=layout)
+    if chosen is None:
         return Judged(verdict="not measured", words="not measured")
+    name, record = chosen
     effect = _effect(part, record)
     if effect is None or effect.estimate is None:
         why = "no such effect" if effect is None else effect.warning or "no estimate"
         return Judged(verdict="not reported", words=f"not reported: {why}")
-    return Judged(verdict=_verdict(part, effect), words=_number(effect))
+    others = {} if side.own_settings(name, record) else side.unusual(record)
+    said = "".join(f", {key} {value}" for key, value in others.items())
+    return Judged(verdict=_verdict(part, effect), words=f"{_number(effect)}{said}")
 
 
 def _effect(part: Part, record: Record) -> Effect | None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from figures import measures as side
-from figures.measures import Counts, Measure, Models, Said
+from figures import side
+from figures.side import Counts, Measure, Models, Said
 from kvnotes.errors import UnknownName
 from kvnotes.records import Record, write_atomically
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 FOLDER = "paper"
 SOURCES = ("four_probes", "families", "circuit")  # modules of this package that have PAGES
 SAID = 9.5  # points of a line of words above a panel
+WIDTH = 8.0  # inches of a page: at 7 inches, as it is printed, the smallest letters are 6 points high
+AROUND = 0.85  # inches of a panel's title, ticks and axis label
+LINES = 2.6  # inches of a panel of lines or points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,10 @@ class Panel:
     """Inches, by the number of models."""
     xlabel: str = ""
     counts: Counts | None = None
+    listed: Callable[[Models], Iterator[list[str]]] | None = None
+    """Further rows of its table: what it draws that is no measure, a cell a model and the paper's values."""
+    marks: Mapping[str, str] = field(default_factory=dict)
+    """Further markers of the legend, by their words."""
 
     @property
     def studies(self) -> tuple[str, ...]:
@@ -56,13 +63,19 @@ def rows(title: str, measures: Sequence[Measure], *, xlabel: str = "") -> Panel:
     )
 
 
-def lines(title: str, counts: Counts, draw: Callable[[Axes, Models], Said] | None = None) -> Panel:
-    """A panel of lines over a number of things."""
+def lines(
+    title: str,
+    counts: Counts,
+    draw: Callable[[Axes, Models], Said] | None = None,
+    *,
+    said: Sequence[Measure] = (),
+) -> Panel:
+    """A panel of lines over a number of things; `said` are numbers that it gives in words."""
     return Panel(
         title=title,
-        measures=tuple(counts.all),
+        measures=(*counts.all, *said),
         draw=draw or (lambda ax, models: side.panel_counts(ax, models, counts)),
-        height=lambda models: 3.6 + 0.13 * models,
+        height=lambda models: LINES,
         counts=counts,
     )
 
@@ -74,9 +87,6 @@ class Page:
     name: str
     heading: str
     panels: Mapping[str, Panel]
-    columns: int
-    width: float
-    """Inches of the figure."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -91,9 +101,7 @@ class Page:
 
     def only(self, letter: str) -> Page:
         """The page of one panel."""
-        wide = self.width / self.columns + 1.5
-        one = {letter: self.panels[letter]}
-        return replace(self, name=f"{self.name}{letter}", panels=one, columns=1, width=wide)
+        return replace(self, name=f"{self.name}{letter}", panels={letter: self.panels[letter]})
 
 
 def pages() -> dict[str, Page]:
@@ -125,34 +133,27 @@ def models_of(page: Page, records: Mapping[str, Record], *, layout: str, faults:
 
 
 def figure(page: Page, models: Models) -> Figure:
-    """The page's panels with their legend and caption."""
+    """The page's panels, one under the other, with their legend and caption."""
     from matplotlib.figure import Figure
 
     from figures import page as frame
     from figures import style
 
-    columns = min(page.columns, len(page.panels))
-    lines_ = -(-len(page.panels) // columns)
-    entries = list(page.panels.items())
-    heights = [
-        max(_height(panel, models) for _, panel in entries[line * columns : (line + 1) * columns])
-        for line in range(lines_)
-    ]
-    made = Figure(figsize=(page.width, sum(heights) + 0.75 * lines_), dpi=style.DPI)
-    axes = made.subplots(lines_, columns, squeeze=False, height_ratios=heights)
-    for ax, (letter, panel) in zip(axes.ravel(), entries, strict=False):
+    heights = [_height(panel, models) for panel in page.panels.values()]
+    made = Figure(figsize=(WIDTH, sum(heights)), dpi=style.DPI)
+    axes = made.subplots(len(heights), 1, squeeze=False, height_ratios=heights).ravel()
+    said = sum(
         _panel(ax, letter if len(letter) == 1 else "", panel, models)
-    for ax in axes.ravel()[len(entries) :]:
-        ax.set_axis_off()
-    frame.head(made, page.heading)
-    style.add_footer(
-        made, handles=_handles(page, models), columns=max(2, int(page.width / 2.9)), lines=_lines(page, models)
+        for ax, (letter, panel) in zip(axes, page.panels.items(), strict=True)
     )
+    made.set_figheight(sum(heights) + AROUND * len(heights) + SAID * said / 72)
+    frame.head(made, page.heading)
+    style.add_footer(made, handles=_handles(page, models), columns=2, lines=_lines(page, models))
     return made
 
 
 def _height(panel: Panel, models: Models) -> float:
-    return panel.height(len(models)) if _shows(panel, models) else 1.4
+    return panel.height(len(models)) if _shows(panel, models) else 0.7
 
 
 def _shows(panel: Panel, models: Models) -> bool:
@@ -160,21 +161,55 @@ def _shows(panel: Panel, models: Models) -> bool:
     return any(study in side.readable(found) for found in models.values() for study in panel.studies)
 
 
-def _panel(ax: Axes, letter: str, panel: Panel, models: Models) -> None:
+def _panel(ax: Axes, letter: str, panel: Panel, models: Models) -> int:
+    """Draw a panel, or say in it why not; returns how many lines of words stand above it."""
     from figures import style
 
-    said: Said = []
-    if _shows(panel, models):
-        said = panel.draw(ax, models)
-        if panel.xlabel:
-            ax.set_xlabel(panel.xlabel)
-    else:
-        nothing(ax, "\n".join(_why(panel, models)))
+    said, why = _drawn(ax, panel, models)
+    if why:
+        nothing(ax, why)
+    elif panel.xlabel:
+        ax.set_xlabel(panel.xlabel)
     for index, (words, colour) in enumerate(reversed(said)):
         at = (2, 3 + SAID * index)
         look: dict[str, Any] = {"fontsize": 7, "color": style.darker(colour)}
         ax.annotate(words, (0, 1), at, xycoords="axes fraction", textcoords="offset points", **look)
     style.panel_title(ax, letter, panel.title, above=SAID * len(said))
+    return len(said)
+
+
+def _drawn(ax: Axes, panel: Panel, models: Models) -> tuple[Said, str]:
+    """What stands above a panel, and why it is not drawn; a record that it cannot draw is left out and named."""
+    said, why = _attempted(ax, panel, models)
+    if said is None and _shows(panel, models):
+        said, why = _attempted(ax, panel, _drawable(panel, models))
+    return said or [], why
+
+
+def _attempted(ax: Axes, panel: Panel, models: Models) -> tuple[Said | None, str]:
+    if not _shows(panel, models):
+        return None, "\n".join(_why(panel, models))
+    said, why = side.attempt(lambda: panel.draw(ax, models), again="make figures")
+    if why:
+        ax.clear()
+    return said, why
+
+
+def _drawable(panel: Panel, models: Models) -> Models:
+    """The models, with why in the place of each record that the panel cannot draw by itself."""
+    return {
+        model: {study: _alone(panel, model, study, one) for study, one in found.items()}
+        for model, found in models.items()
+    }
+
+
+def _alone(panel: Panel, model: str, study: str, record: Record | str) -> Record | str:
+    from matplotlib.figure import Figure
+
+    if isinstance(record, str) or study not in panel.studies:
+        return record
+    ax = Figure().subplots()
+    return side.attempt(lambda: panel.draw(ax, {model: {study: record}}), again=f"make probe-{study}")[1] or record
 
 
 def _why(panel: Panel, models: Models) -> Iterator[str]:
@@ -205,6 +240,7 @@ def _lines(page: Page, models: Models) -> list[str]:
     return [
         *(line for model, found in models.items() for line in side.captions(model, found, page.studies)),
         f"Pairs that pass the gate; clusters are scenarios. {side.intervals(page.measures, models)}",
+        *side.warnings(page.measures, models),
         *page.notes,
         f"Open markers, published: {style.published()['source']}; other models, approximate values, no interval given.",
     ]
@@ -221,19 +257,40 @@ def _handles(page: Page, models: Models) -> list[Artist]:
         colour, marker = style.model_look(index)
         made.append(Line2D([], [], color=colour, marker=marker, markersize=5, markeredgewidth=0, label=model))
     made.append(Line2D([], [], color=style.lighter(style.GREY), linewidth=2, label="lighter: control or identity"))
-    bounded = any(low == side.AT_MOST for one in page.measures for low, _ in side.paper_values(one).values())
-    marks = {"published": "D", **({"published: at most": "<"} if bounded else {})}
+    if side.unresolved(page.measures, models):
+        grey: dict[str, Any] = {"markerfacecolor": style.PALE, "markeredgecolor": style.GREY}
+        words = "grey: unresolved, below the noise floor"
+        made.append(Line2D([], [], linestyle="none", marker="o", markersize=5, label=words, **grey))
     for letter, panel in page.panels.items():
         for curve in panel.counts.curves if panel.counts else ():
-            words = f"{letter}: {curve.words}"
+            words = f"{letter}: {curve.words}".removeprefix(": ")
             made.append(Line2D([], [], color=style.GREY, linestyle=curve.line, linewidth=1.3, label=words))
-            if panel.counts and panel.counts.papers(curve):
-                marks[f"published, {words}"] = curve.marker
-    for label, marker in marks.items():
+    for label, marker in _marks(page).items():
         mark = Line2D([], [], linestyle="none", marker=marker, markersize=4.5, label=label)
         mark.set(markerfacecolor="white", markeredgecolor=style.INK)
         made.append(mark)
     return made
+
+
+def _marks(page: Page) -> dict[str, str]:
+    """The markers of the paper's values, by what the legend says of them."""
+    found: dict[str, str] = {}
+    for letter, panel in page.panels.items():
+        counts = panel.counts
+        drawn = panel.measures if counts is None else ()
+        ends = [low for one in drawn for low, _ in side.paper_values(one).values()]
+        if any(low != side.AT_MOST for low in ends):
+            found["published"] = "D"
+        if side.AT_MOST in ends:
+            found["published: at most"] = side.LEFT
+        for curve in counts.curves if counts else ():
+            words = f"published, {letter}: {curve.words}"
+            if counts and counts.papers(curve):
+                found[words] = curve.marker
+            if counts and counts.bounds(curve):
+                found[f"{words}, at most"] = side.DOWN
+        found |= panel.marks
+    return found
 
 
 # --- tables -----------------------------------------------------------------------------------------------
@@ -268,6 +325,8 @@ def _rows(panel: Panel, models: Models) -> Iterator[list[str]]:
     for measure in panel.measures:
         cells = [side.cell(measure, found).words for found in models.values()]
         yield [measure.label.replace("\n", " "), *cells, side.paper_words(measure) or "-"]
+    if panel.listed:
+        yield from panel.listed(models)
 
 
 def _plain(cell: str) -> str:
@@ -275,7 +334,7 @@ def _plain(cell: str) -> str:
 
 
 def latex(page: Page, models: Models, *, layout: str) -> str:
-    """The same table for LaTeX: a `table` of booktabs, to be taken in with \\input."""
+    """The same table for LaTeX: a `table` of booktabs with the notes under it, to be taken in with \\input."""
     columns = len(models) + 2
     text = [
         "% needs \\usepackage{booktabs} and \\usepackage{graphicx}",
@@ -292,7 +351,9 @@ def latex(page: Page, models: Models, *, layout: str) -> str:
         title = f"{letter}: {panel.title}" if len(letter) == 1 else panel.title
         text += ["\\midrule", f"\\multicolumn{{{columns}}}{{@{{}}l}}{{\\textit{{{_tex(title)}}}}} \\\\"]
         text += [f"{' & '.join(_tex(cell) for cell in row)} \\\\" for row in _rows(panel, models)]
-    return "\n".join([*text, "\\bottomrule", "\\end{tabular}%", "}", "\\end{table}", ""])
+    text += ["\\bottomrule", "\\end{tabular}%", "}", "\\par\\medskip", "{\\footnotesize\\raggedright"]
+    text += [f"{_tex(line)}\\par" for line in _lines(page, models)]
+    return "\n".join([*text, "}", "\\end{table}", ""])
 
 
 _TEX = {
@@ -303,6 +364,7 @@ _TEX = {
     ">": r"\textgreater{}",
     "[": "{[}",  # at the start of a cell it would be the option of the line break before it
     "\N{MINUS SIGN}": "$-$",
+    "\N{DAGGER}": r"\dag{}",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
 }
 

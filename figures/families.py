@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from figures import composed
 from figures.composed import Page
-from figures.measures import Counts, Curve, Measure
+from figures.side import Counts, Curve, Measure
 
 TABLE3 = (
     Measure(study="locality", effect="field_only", label="field-only"),
@@ -28,7 +28,7 @@ BEST = Counts(
     curves=(
         Curve(effects="top_{k}", words="best k, by other scenarios", line="-"),
         Curve(effects="in_sample_{k}", words="best k, by the pair itself", line="--", paper="top_{k}"),
-        Curve(effects="random_{k}", words="k at random (control)", line=":", marker="v", paper="random_{k}"),
+        Curve(effects="random_{k}", words="k at random (control)", line=":", marker="s", paper="random_{k}"),
     ),
 )
 DEPTHS = "A depth is (l + 1) / L for the layer l, from 0, after which something holds, of L layers."
@@ -36,8 +36,6 @@ PAGES = (
     Page(
         name="table3",
         heading="Five probes by model (the paper's table 3)",
-        columns=1,
-        width=11.0,
         panels={
             "": composed.rows(
                 "five probes", TABLE3, xlabel="recovery, share of pairs, or depth as a share of the layers"
@@ -48,8 +46,6 @@ PAGES = (
     Page(
         name="table4",
         heading="Controls by model (the paper's table 4)",
-        columns=2,
-        width=14.0,
         panels={
             "dissociation": composed.rows("dissociation, the field held identical", CONTROLS),
             "specificity": composed.lines("specificity: best k against k random notes", BEST),

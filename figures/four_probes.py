@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from figures import composed, measures
+from figures import composed, side
 from figures.composed import Page
-from figures.measures import Counts, Curve, Measure, Models, Said
+from figures.side import Counts, Curve, Measure, Models, Said
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,11 +25,11 @@ SUFFIX = Counts(
         Curve(effects="top_{k}", words="best k, by other scenarios", line="-"),
         Curve(effects="in_sample_{k}", words="best k, by the pair itself", line="--", paper="specificity.top_{k}"),
         Curve(
-            effects="random_{k}", words="k at random (control)", line=":", marker="v", paper="specificity.random_{k}"
+            effects="random_{k}", words="k at random (control)", line=":", marker="s", paper="specificity.random_{k}"
         ),
     ),
 )
-DEPTH = Measure(study="suffix", effect="depth_centroid", label="")
+DEPTH = Measure(study="suffix", effect="depth_centroid", label="centroid of the notes' effect over depth")
 SHARES = (
     Measure(study="locality", effect="field_share", label="the field's share"),
     Measure(study="locality", effect="field_share", label="the notes' share", rest=True, paper="none"),
@@ -55,12 +55,11 @@ def panel_suffix(ax: Axes, models: Models) -> Said:
     """Recovery by the number of positions; in words, how deep the notes' effect lies."""
     from figures import style
 
-    said = measures.panel_counts(ax, models, SUFFIX)
+    said = side.panel_counts(ax, models, SUFFIX)
     for index, (model, found) in enumerate(models.items()):
-        depth = measures.cell(DEPTH, found)
+        depth = side.cell(DEPTH, found)
         if depth.value is not None:
-            colour, _ = style.model_look(index)
-            said.append((f"{model}: centroid of the notes' effect over depth {depth.numbers}", colour))
+            said += side.words(f"{model}: {DEPTH.label} {depth.numbers}", style.model_look(index)[0])
     return said
 
 
@@ -68,11 +67,9 @@ PAGES = (
     Page(
         name="fig3",
         heading="Four causal probes by model (the paper's figure 3)",
-        columns=2,
-        width=15.0,
         panels={
             "a": composed.rows("locality: recovery by cache state", STATES),
-            "b": composed.lines("suffix concentration: best positions first", SUFFIX, panel_suffix),
+            "b": composed.lines("suffix concentration: best positions first", SUFFIX, panel_suffix, said=(DEPTH,)),
             "c": composed.rows(
                 "where the decision is read from", SHARES, xlabel="share of the decision  (0: none, 1: all)"
             ),

@@ -96,6 +96,12 @@ def number(value: float) -> str:
     return "0.00" if text == "-0.00" else text.replace("-", "\N{MINUS SIGN}")
 
 
+def as_published(value: float) -> str:
+    """One of the paper's values with all the digits that it has there, two at least."""
+    exact = repr(abs(value)).partition(".")[2]
+    return f"{value:.{max(2, len(exact))}f}".replace("-", "\N{MINUS SIGN}")
+
+
 def panel_title(ax: Axes, letter: str, title: str, *, above: float = 0.0) -> None:
     """A panel's letter in bold, where it has one, before what it shows; `above` is room for words below it, in
     points."""

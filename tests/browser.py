@@ -26,7 +26,7 @@ FLAGS = (
     "--no-first-run",
     "--remote-debugging-pipe",
 )
-SHIFT = 8
+ALT, CTRL, SHIFT = 1, 2, 8
 # it reads from 3 and writes to 4
 WIRED = (
     "import os, sys; a, b = map(int, sys.argv[1:3]); os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[3], sys.argv[3:])"
@@ -88,10 +88,11 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def press(self, *keys: str, shift: bool = False) -> None:
-        """Keys, one after the other, as a keyboard sends them."""
+    def press(self, *keys: str, shift: bool = False, modifiers: int = 0) -> None:
+        """Keys, one after the other, as a keyboard sends them; `modifiers` are those of `ALT`, `CTRL` and `SHIFT`."""
         for key in keys:
-            more = {"key": key, "windowsVirtualKeyCode": CODES[key], "modifiers": SHIFT if shift else 0}
+            held = modifiers | (SHIFT if shift else 0)
+            more = {"key": key, "windowsVirtualKeyCode": CODES[key], "modifiers": held}
             typed = {"text": TYPED[key]} if key in TYPED else {}
             self.send("Input.dispatchKeyEvent", type="keyDown" if typed else "rawKeyDown", **more, **typed)
             self.send("Input.dispatchKeyEvent", type="keyUp", **more)

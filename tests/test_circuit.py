@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from matplotlib.figure import Figure
 from sample_record import make_record
 from typer.testing import CliRunner
 
-from figures import build, circuit, composed, measures, style
+from figures import build, circuit, composed, side, style
 from kvnotes import discover, records
 from kvnotes.errors import UnknownName
 from kvnotes.records import Record, Table
@@ -46,8 +47,8 @@ def two_models() -> dict[str, Record]:
     return {f"{one.model.name}/{one.study}/{LAYOUT}": one for one in found}
 
 
-def models() -> measures.Models:
-    return measures.by_model(two_models(), layout=LAYOUT, studies=circuit.PAGES[0].studies)
+def models() -> side.Models:
+    return side.by_model(two_models(), layout=LAYOUT, studies=circuit.PAGES[0].studies)
 
 
 def test_table_5_holds_the_papers_values_and_what_is_missing():
@@ -84,6 +85,63 @@ def test_a_panel_without_any_record_says_so_and_the_others_show_their_numbers():
     assert ([pytest.approx(0.85)], [0.45]) in drawn  # the paper's, at three heads
     assert ([0.61, 0.02], [0.33, -0.02]) in [(list(line.get_xdata()), list(line.get_ydata())) for line in f.lines]
     assert "one: strongest 1.0 0.33; rank correlation not measured" in said[f]  # 0.1 moves nothing
+    assert "two: not run" in said[f]
+    assert "no head" not in said[f]
+
+
+def test_a_record_of_heads_that_reports_nothing_says_why_and_not_that_no_head_moves_anything():
+    made = record("few", "heads", {}, read_12=0.4, attention_follows=0.2)
+    none = {"estimate": None, "low": None, "high": None, "warning": "3 pair(s) in 3 scenario(s) pass the gate"}
+    effects = tuple(one.model_copy(update=none) for one in made.summary.effects)
+    few = made.model_copy(update={"summary": made.summary.model_copy(update={"effects": effects})})
+    ax = Figure().subplots()
+    still = record("still", "heads", HEADS | {"read heads": Table(columns=("head", "alone R"), rows=[["1.0", 0.0]])})
+    still = still.model_copy(update={"summary": still.summary.model_copy(update={"effects": made.summary.effects})})
+    found: side.Models = {
+        "few": {"heads": few},
+        "absent": {"direction": record("absent", "direction", along=0.1)},
+        "faulty": {"heads": "not JSON (line 1)"},
+        "still": {"heads": still},
+    }
+    assert [words for words, _ in circuit.panel_attention(ax, found)] == [
+        "few: 3 pair(s) in 3 scenario(s) pass the gate",
+        "absent: not run",
+        "faulty: not JSON",
+        "still: no head moves it alone; rank correlation 0.20 [0.10, 0.30]",  # measured, and none does
+    ]
+
+
+def test_the_papers_attention_is_a_tick_at_the_axis_without_a_height():
+    with style.styled():
+        figure = composed.figure(composed.get("fig15f"), models())
+    (ax,) = figure.axes
+    ticks = {line.get_xdata()[0] for line in ax.lines if list(line.get_ydata()) == [0, circuit.TICK]}
+    assert ticks == {0.46, 0.43, 0.47, 0.31}
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == [
+        "one",
+        "two",
+        "lighter: control or identity",
+        "published, f: attention of the strongest read heads",
+    ]
+
+
+def test_the_tables_hold_what_the_figure_draws_of_the_paper():
+    text = composed.markdown(circuit.PAGES[0], models(), layout=LAYOUT)
+    for k, value in ((1, "0.19"), (3, "0.45"), (5, "0.59"), (8, "0.70")):
+        assert f"| read heads, in-sample, {k} | - (not measured) | - (not run) | Llama-3.1-8B: {value} |" in text
+    assert "| random heads (control), 12 | 0.01 [" in text
+    assert text.count("models not named: 0.00 |") == 1
+    assert "| random features (control), 30 | - (not run) | - (not run) | Llama-3.1-8B: 0.00 |" in text
+    rows = [line for line in text.splitlines() if line.startswith("| read head ")]
+    assert len(rows) == 5
+    paper = "Llama-3.1-8B: 26.3, attention 0.46; Qwen3-8B: 26.25, attention 0.43; Gemma-2-9B: 26.9, attention 0.47; "
+    assert f"| 1.0: R 0.33, attention 0.61 | - (not run) | {paper}Mistral-7B: 20.21, attention 0.31 |" in rows[0]
+    assert rows[1].endswith("| 0.1: R \N{MINUS SIGN}0.02, attention 0.02 | - (not run) | - |")
+    assert rows[2].endswith("| - | - (not run) | - |")  # one named two heads with both numbers
+    tex = composed.latex(circuit.PAGES[0], models(), layout=LAYOUT)
+    assert "1.0: R 0.33, attention 0.61" in tex
+    assert "read heads, in-sample, 5 & - (not measured) & - (not run) & Llama-3.1-8B: 0.59" in tex
 
 
 def test_it_is_a_page_and_no_study():
@@ -96,6 +154,8 @@ def test_the_papers_values_by_number_of_heads():
     assert circuit.HEADS.papers(reads) >= {(0, 0.19), (1, 0.45), (2, 0.59), (3, 0.7), (4, 0.78), (4, 0.72)}
     assert circuit.HEADS.papers(writes) == {(4, 0.28), (4, 0.08), (4, 0.24), (4, 0.11)}
     assert circuit.HEADS.papers(circuit.HEADS.curves[0]) == set()
+    assert circuit.HEADS.papers(circuit.HEADS.curves[5]) == {(4, 0.0)}
+    assert circuit.FEATURES.papers(circuit.FEATURES.curves[3]) == {(3, 0.0)}
     features = circuit.FEATURES.curves[1]
     assert circuit.FEATURES.papers(features) == {(0, 0.0), (1, 0.3), (2, 0.5), (3, 0.54)}
 

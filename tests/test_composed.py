@@ -10,13 +10,13 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sample_record import make_record
-from test_circuit import HEADS, record
+from test_circuit import record
 from typer.testing import CliRunner
 
-from figures import build, composed, measures, style
+from figures import build, composed, side, style
 from kvnotes import records
 from kvnotes.errors import UnknownName
-from kvnotes.records import Record
+from kvnotes.records import Record, Table
 
 LAYOUT = "table_field_first"
 EIGHT = (
@@ -31,19 +31,32 @@ EIGHT = (
 )
 
 
-def full(page: composed.Page, models: tuple[str, ...]) -> measures.Models:
+# five heads that a fold named, each strong enough to be named in panel f
+FIVE = {
+    "read heads": Table(columns=("head", "alone R"), rows=[[f"2{i}.1{i}", 0.11] for i in range(5)]),
+    "attention of the read heads": Table(
+        columns=("head", "pairs", "itself", "aggregator"), rows=[[f"2{i}.1{i}", 8, 0.1, 0.3] for i in range(5)]
+    ),
+}
+
+
+def full(page: composed.Page, models: tuple[str, ...]) -> side.Models:
     """Models with the same number for everything that the page shows."""
     found: dict[str, dict[str, Record | str]] = {}
     for model in models:
         for study in page.studies:
             wanted = {one.effect: 0.75 for one in page.measures if one.study == study}
-            wanted |= {"auc": 0.75, "auc_any_slot": 0.75, "depth_centroid": 0.75}
-            tables = HEADS if study == "heads" else {}
-            found.setdefault(model, {})[study] = record(model, study, tables, **wanted)
+            tables = FIVE if study == "heads" else {}
+            made = record(model, study, tables, **wanted)
+            # every number is below the noise floor and has a warning: as many words as it can have
+            limits = {"unresolved": True, "warning": "only 8 clusters: true coverage can lie below 0.95"}
+            effects = tuple(one.model_copy(update=limits) for one in made.summary.effects)
+            summary = made.summary.model_copy(update={"effects": effects})
+            found.setdefault(model, {})[study] = made.model_copy(update={"summary": summary})
     return found
 
 
-def drawn(page: composed.Page, models: measures.Models) -> Figure:
+def drawn(page: composed.Page, models: side.Models) -> Figure:
     with style.styled():
         figure = composed.figure(page, models)
         figure.draw_without_rendering()
@@ -74,6 +87,25 @@ def test_no_text_overlaps_another(name: str, count: int) -> None:
     for text, box in boxes:
         assert figure.bbox.x0 <= box.x0, text
         assert box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0, text
+        assert box.y1 <= figure.bbox.y1, text
+
+
+def test_every_letter_is_six_points_high_on_a_printed_page() -> None:
+    for name in composed.pages():
+        figure = drawn(composed.get(name), full(composed.get(name), EIGHT[:2]))
+        smallest = min(texts(figure), key=lambda text: text.get_fontsize())
+        assert smallest.get_fontsize() * 7 / figure.get_figwidth() >= 6, (name, smallest)  # 7 inches are printed
+
+
+def test_panel_f_names_five_heads_of_every_model_in_full() -> None:
+    figure = drawn(composed.get("fig15"), full(composed.get("fig15"), EIGHT))
+    lines = [text.get_text() for text in panel(figure, "f").texts][::-1]  # from the top down
+    words = " ".join(" ".join(lines).split())
+    for model in EIGHT:
+        heads = "20.10 0.11, 21.11 0.11, 22.12 0.11, 23.13 0.11, 24.14 0.11"
+        limits = "0.75 [0.65, 0.85]\N{DAGGER} unresolved"
+        assert f"{model}: strongest {heads}; rank correlation {limits}" in words
 
 
 def test_models_have_a_colour_and_a_marker_each() -> None:
@@ -158,6 +190,51 @@ def test_a_panel_of_unreadable_records_alone_names_them() -> None:
     assert figure.axes[0].texts[0].get_text() == "attribution of m is not drawn: not JSON"
 
 
+def without_tables(page: composed.Page, model: str) -> dict[str, Record | str]:
+    """The model's records, of which the one of heads lacks the tables that panel f shows."""
+    found = dict(full(page, (model,))[model])
+    heads = found["heads"]
+    assert isinstance(heads, Record)
+    found["heads"] = heads.model_copy(update={"summary": heads.summary.model_copy(update={"tables": {}})})
+    return found
+
+
+def test_a_record_without_a_table_is_left_out_of_its_panel_and_named() -> None:
+    page = composed.get("fig15")
+    found = {**full(page, ("whole",)), "odd": without_tables(page, "odd")}
+    figure = drawn(page, found)
+    words = [text.get_text() for text in panel(figure, "f").texts]
+    assert "odd: KeyError while drawing it" in words
+    assert any(one.startswith("whole: strongest 20.10 0.11") for one in words)
+    (points,) = [line for line in panel(figure, "f").lines if line.get_marker() == "o"]
+    assert list(points.get_xdata()) == [0.3] * 5
+    text = composed.markdown(page, found, layout=LAYOUT)
+    row = "| read head 1: z alone, attention | 20.10: R 0.11, attention 0.30 | - (KeyError while drawing it) |"
+    assert row in text
+    composed.latex(page, found, layout=LAYOUT)
+
+
+def test_a_panel_that_cannot_be_drawn_at_all_says_why_and_stops_no_other() -> None:
+    page = composed.get("fig15")
+    figure = drawn(page, {"odd": without_tables(page, "odd")})
+    assert panel(figure, "f").texts[0].get_text() == "heads of odd is not drawn: KeyError while drawing it"
+    assert "0.75 [0.65, 0.85]" in " ".join(text.get_text() for text in panel(figure, "d").texts)
+
+    def broken(ax: Axes, models: side.Models) -> side.Said:
+        ax.plot([0, 1], [0, 1])
+        raise StopIteration("no such row") if len(models) > 1 else RuntimeError("alone it is drawn elsewhere")
+
+    one = composed.Panel(
+        title="t", measures=page.panels["b"].measures, draw=broken, height=lambda models: 2.0, xlabel="x"
+    )
+    figure = drawn(composed.Page(name="p", heading="h", panels={"": one}), full(page, ("one", "two")))
+    assert figure.axes[0].texts[0].get_text().splitlines() == [
+        "direction of one is not drawn: RuntimeError while drawing it",
+        "direction of two is not drawn: RuntimeError while drawing it",
+    ]
+    assert list(figure.axes[0].lines) == []  # nothing of what was begun stays
+
+
 # --- LaTeX --------------------------------------------------------------------------------------------------
 
 
@@ -174,12 +251,16 @@ def test_a_table_for_latex_is_well_formed(name: str, count: int) -> None:
     assert bare.count("{") == bare.count("}")
     assert all(code.count(rule) == 1 for rule in ("\\toprule", "\\bottomrule"))
     rows = [line for line in code.splitlines() if line.endswith("\\\\") and "multicolumn" not in line]
-    assert len(rows) == 1 + len(page.measures)
+    heads = 5 if name == "fig15" else 0  # of panel f, which are no measures
+    assert len(rows) == 1 + len(page.measures) + heads
     for row in rows:
         assert len(re.findall(r"(?<!\\)&", row)) == count + 1  # the label, a cell a model, the paper's
     (columns,) = re.findall(r"\\begin\{tabular\}\{@\{\}(\w+)@\{\}\}", code)
     assert columns == f"l{'c' * count}l"
     assert code.isascii()
+    notes = code.partition("\\end{tabular}")[2]
+    assert "other models, approximate values, no interval given" in notes
+    assert ("excluded: gap under 1 logit (1)" in notes) == bool(count)
     assert not re.search(r"(?<!\\)[#_]", code)
     if count:
         assert "a\\_b \\& 50\\%" in rows[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -363,8 +362,6 @@ def test_everything_public_has_a_docstring(package):
 
 def test_the_reference_is_made_without_torch(tmp_path):
     """`make docs` makes it of every package; here of modules that must not need torch, where torch cannot be found."""
-    if importlib.util.find_spec("pdoc") is None:
-        pytest.skip("pdoc is not installed: `make docs` brings it, or pip install '.[docs]'")
     light = [
         "kvnotes.records",
         "kvnotes.config",

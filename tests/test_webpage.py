@@ -15,6 +15,7 @@ import pytest
 from sample_record import make_record
 from typer.testing import CliRunner
 
+from figures import composed
 from figures.webpage import __main__ as command
 from figures.webpage import data, images, page, tokens
 from kvnotes import discover, records
@@ -37,6 +38,7 @@ SUFFIX = {
 }
 # Two layers of four heads over two KV heads.
 HEADS = {
+    "per_layer": {"heads": 4, "kv_heads": 2},
     "single": [-4.0, 0.0, 4.0, -4.8],
     "notes": 4.0,
     "alone": [-4.0, -3.2, -4.0, -4.0, -4.0, -4.0, 0.0, -4.0],
@@ -168,7 +170,92 @@ def test_the_named_effects_are_those_of_the_committed_records():
         made = json.loads(path.read_text())
         if made["inclusion"]["included"]:
             named = {one["name"] for one in made["summary"]["effects"]}
-            assert {*data.HEADLINES[made["study"]]} <= named, path
+            assert data.headline(made["study"]), path
+            assert {*data.headline(made["study"])} <= named, path
+
+
+def test_a_headline_is_what_the_studys_module_says():
+    assert data.headline("heads") == tuple(discover.study("heads").HEADLINE)
+    assert data.headline("locality") == ("field_only", "notes_only", "field_share")  # whose module says none
+    assert [name for name in data.STUDIES if hasattr(discover.study(name), "HEADLINE") and data.STUDIES[name]] == []
+
+
+def test_limits_of_a_number_stand_in_its_row(results):
+    made = make_record(model="limited")
+    limits = {"unresolved": True, "warning": "only 8 clusters: true coverage can lie below 0.95"}
+    effects = (made.summary.effects[0].model_copy(update=limits), *made.summary.effects[1:])
+    put(results, made.model_copy(update={"summary": made.summary.model_copy(update={"effects": effects})}))
+    words = Text(rendered(results, "limited")).words
+    test = "equivalent to 0 within 0.1"
+    assert f"field-only 0.05 [\N{MINUS SIGN}0.03, 0.13] 4 (2) {test} unresolved {limits['warning']} notes-only" in words
+
+
+# --- what is not to be drawn --------------------------------------------------------------------------------
+
+
+def untrusted(results: Path, made: Record, folder: str, study: str = "locality") -> str:
+    """Put a record into a study's folder that must not be drawn; returns its page's words."""
+    records.write(made, results / folder / study / "table_field_first.json")
+    return Text(rendered(results, folder)).words
+
+
+def test_a_record_with_a_failed_check_is_not_drawn(results):
+    check = make_record().checks[1].model_copy(update={"value": 0.3, "passed": False})
+    made = make_record(model="failed")
+    words = untrusted(results, made.model_copy(update={"checks": (check,)}), "failed")
+    why = "a check failed: identity is 0.3, bound 0.0001. Run make probe-locality again."
+    assert f"These numbers cannot be trusted: {why}" in words
+    assert f"Not drawn: {why}" in words
+    shelf = data.load(results, ["failed"])
+    assert [one.url for one in images.of_model(*shelf)] == [""]
+    assert images.side_by_side(shelf) == []  # nothing to put side by side
+
+
+def test_a_composed_page_says_of_a_record_that_it_is_not_drawn_and_not_that_it_was_not_run(results, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(composed, "figure", lambda page, models: seen.setdefault(page.name, models) and None)
+    shelf = data.load(results, ["older", "tiny-model"])
+    images.side_by_side(shelf)
+    assert seen["fig3"]["older"]["locality"].startswith("schema_version 0 is older than 1")
+    assert isinstance(seen["fig3"]["tiny-model"]["locality"], Record)
+
+
+def test_a_record_in_another_studys_folder_is_neither_drawn_nor_shown(results):
+    words = untrusted(results, record("suffix", SUFFIX, model="moved"), "moved", "heads")
+    why = "it is a record of another study, suffix: move it to that study's folder."
+    assert f"These numbers cannot be trusted: {why}" in words
+    assert f"moved/heads/table_field_first is not shown: {why}" in words
+    assert f"Not drawn: {why}" in words
+
+
+@pytest.mark.parametrize("error", [RuntimeError("r"), AssertionError("a"), StopIteration("s")])
+def test_no_error_of_a_figure_or_a_view_stops_the_page(results, monkeypatch, error):
+    def fail(*given, **more):
+        raise error
+
+    monkeypatch.setattr(images.build, "draw", fail)
+    monkeypatch.setattr(tokens, "view", fail)
+    monkeypatch.setattr(composed, "figure", fail)
+    words = Text(rendered(results, "tiny-model")).words
+    why = f"{type(error).__name__} while drawing it: {error}. Run make"
+    assert words.count(f"Not drawn: {why} probe-") == 3
+    assert words.count(f"Not drawn: {why} figures again.") == 4  # figures 3 and 15, tables 3 and 5 have records
+    assert f"tiny-model/suffix/table_field_first is not shown: {why} probe-suffix again." in words
+
+
+def test_what_shows_several_models_and_cannot_be_drawn_says_so(results, monkeypatch):
+    drawn = images.build.draw
+
+    def draw(study, found):
+        if len(found) > 1:
+            raise KeyError("no place")
+        return drawn(study, found)
+
+    monkeypatch.setattr(images.build, "draw", draw)
+    together = images.side_by_side(data.load(results, ["tiny-model", "weak"]))
+    said = {one.name: one.said for one in together if one.said}
+    why = "KeyError while drawing it: 'no place'. Run `make probe-{}` again."
+    assert said == {f"{study}/side-by-side": f"Not drawn: {why.format(study)}" for study in ("locality", "suffix")}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +266,8 @@ def test_the_named_effects_are_those_of_the_committed_records():
         ("planted-notes", "A planted model: its mechanism was set by hand"),
         ("planted-notes", "No record of suffix or heads, which measure single tokens"),
         ("older", "This record cannot be read: schema_version 0 is older than 1"),
-        ("older", "There is no record to draw."),
+        ("older", "Not drawn: schema_version 0 is older than 1"),
+        ("never-run", "There is no record to draw."),
         ("never-run", "No record: run make probe-locality MODEL=never-run."),
     ],
 )
@@ -190,10 +278,25 @@ def test_what_cannot_be_shown_is_said(results, model, said):
 def test_a_record_that_lacks_what_its_figure_or_the_view_shows_says_so(results):
     put(results, make_record(model="other").model_copy(update={"study": "suffix"}))
     words = Text(rendered(results, "other")).words
-    assert "This figure cannot be drawn (KeyError" in words
-    assert (
-        "other/suffix/table_field_first lacks what the view shows (KeyError: 'single'); run its study again." in words
-    )
+    assert "Not drawn: KeyError while drawing it: " in words
+    again = "Run make probe-suffix again."
+    assert f"other/suffix/table_field_first is not shown: KeyError while drawing it: 'single'. {again}" in words
+
+
+def test_a_text_among_the_shares_of_attention_is_shown_as_it_is(results):
+    made = record("heads", HEADS, model="odd")
+    columns = ("head", "pairs", "itself", "aggregator")
+    table = Table(columns=columns, rows=[["1.2", 4, "unknown", 0.615], ["1.3", 4, None, -0.001]])
+    tables = made.summary.tables | {"attention of the read heads": table}
+    put(results, made.model_copy(update={"summary": made.summary.model_copy(update={"tables": tables})}))
+    html = rendered(results, "odd")
+    (body,) = re.findall(r'<table class="attention">.*?<tbody>(.*?)</tbody>', html, re.DOTALL)
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t", body)
+    assert cells == ["1.2", "4", "unknown", "0.61", "1.3", "4", "", "0.00"]  # 0.615 is a little less in binary
+    assert [own["style"] for tag, own in Text(html).attributes if tag == "td" and own.get("style")] == [
+        "--s: 0.615",
+        "--s: -0.001",
+    ]
 
 
 def test_no_results_is_one_line(tmp_path):
@@ -276,6 +379,13 @@ def test_make_report_names_the_models_only_where_they_are_asked_for():
     assert recipe("RESULTS=r").endswith("-m figures.webpage 'r' --out 'r/figures/report.html'")
 
 
+def test_make_report_needs_no_torch_where_there_is_no_environment_yet():
+    asked = ["make", "--dry-run", "report", "VENV=none-yet"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=discover.ROOT)
+    assert "pip install --quiet --constraint constraints.txt --editable .\n" in done.stdout
+    assert "[models" not in done.stdout
+
+
 @pytest.mark.slow
 def test_three_models_are_under_five_megabytes():
     assert len(rendered(REAL).encode()) < 5_000_000
@@ -284,14 +394,37 @@ def test_three_models_are_under_five_megabytes():
 # --- what the token view gets -------------------------------------------------------------------------------
 
 
-def test_recoveries_in_thousandths():
+@pytest.mark.parametrize(
+    ("value", "parts"),
+    [
+        (0.0546, 546),  # once it was rounded to 0.055 and then to 0.06
+        (0.5, 5000),
+        (-0.1, -1000),
+        (-0.8 / 8 + 1e-17, -1000),
+        (0.05501, 551),  # 0.0550 would stand half way between 0.05 and 0.06
+        (0.05499, 549),
+        (-0.05501, -551),
+        (0.06001, 601),
+        (0.00004, 1),
+        (-0.00004, -1),
+        (0.0, 0),
+    ],
+)
+def test_a_number_in_parts_rounds_as_the_number_itself_does(value, parts):
+    assert tokens.part(value) == parts
+    for places in (2, 3):
+        assert f"{parts / 10_000:.{places}f}" == f"{value:.{places}f}"
+
+
+def test_recoveries_in_ten_thousandths():
     found = tokens.view(record("suffix", SUFFIX))
     assert found is not None
     one = found["pairs"][0]
     assert one["at"] == [3, 4, 5, 6]
-    assert one["single"] == [0, 500, 1000, -100]
-    assert one["lost"] == [0, 500, 250, 0]
-    assert one["map"] == [[0, 250, 0, 0], [0, 0, 750, 0]]
+    assert one["single"] == [0, 5000, 10000, -1000]
+    assert one["lost"] == [0, 5000, 2500, 0]
+    assert one["map"] == [[0, 2500, 0, 0], [0, 0, 7500, 0]]
+    assert one["kind"] == "field"
     assert one["target"] == {2: 50}
     assert one["owner"][4:] == ["delimiter", "action.target", "delimiter", "answer_prefix"]
     assert found["tables"]["table_field_first"]["alone"] == {"delimiter[0]": [0.45, 0.37, 0.55, 0.003]}
@@ -302,11 +435,26 @@ def test_heads_by_position_and_at_the_decision():
     found = tokens.view(record("heads", HEADS))
     assert found is not None
     one = found["pairs"][0]
-    assert one["estimates"] == {4: [0, 100, 50, 0, 0, 0, -200, 0]}
-    assert one["alone"] == [0, 100, 0, 0, 0, 0, 500, 0]
-    assert one["kv"] == [0, 200, 0, 0]
-    assert one["direct"] == [0, 0, 0, 0, 0, 0, 200, 0]
-    assert one["attends"]["aggregator"][6] == 610
+    assert one["estimates"] == {4: [0, 1000, 500, 0, 0, 0, -2000, 0]}
+    assert one["layers"] == {4: [1500, -2000]}
+    assert one["alone"] == [0, 1000, 0, 0, 0, 0, 5000, 0]
+    assert one["kv"] == [0, 2000, 0, 0]
+    assert one["direct"] == [0, 0, 0, 0, 0, 0, 2000, 0]
+    assert one["attends"]["aggregator"][6] == 6100
+
+
+def test_a_number_over_pairs_is_the_records_own_and_the_pairs_are_of_its_layout():
+    made = record("suffix", SUFFIX)
+    other = tuple(
+        one.model_copy(update={"id": f"p{at}", "layout": "paper"}) for at, one in enumerate(made.instances[:3])
+    )
+    row = ["delimiter[0]", 0.4546, 0.37, 0.55, 0.003, 0.46, 0.41, 0.34, 0.48, 0.0001, 0.4]
+    table = TABLES["suffix"]["by slot"].model_copy(update={"rows": [row]})
+    summary = made.summary.model_copy(update={"tables": {"by slot, paper": table}})
+    found = tokens.view(made.model_copy(update={"instances": (*made.instances, *other), "summary": summary}))
+    assert found is not None
+    assert found["included"] == {"table_field_first": 4, "paper": 3}
+    assert found["tables"]["paper"]["alone"] == {"delimiter[0]": [0.4546, 0.37, 0.55, 0.003]}
 
 
 def test_a_record_without_texts_has_none_and_other_studies_have_no_tokens():
@@ -456,6 +604,19 @@ def test_everything_is_reached_from_the_keyboard(tiny):
         )
         tab.press("]")
         assert "R 0.250" in told(tab)
+        tab.press("ArrowLeft", "ArrowLeft", shift=True)  # from layer 0 to all, and no further
+        assert "R 0.500" in told(tab)
+        tab.press("ArrowRight", shift=True)
+        assert "R 0.250" in told(tab)
+        tab.press("[", modifiers=browser.CTRL | browser.ALT)  # AltGr, as a keyboard without brackets types it
+        assert "R 0.500" in told(tab)
+        tab.press("[", "]", modifiers=browser.CTRL)  # the browser's own
+        assert "R 0.500" in told(tab)
+        tab.press("]", modifiers=browser.ALT)
+        assert "R 0.250" in told(tab)
+        assert "or Shift with \u2190 and \u2192, change the layer" in tab.js(
+            "document.querySelector('.legend').textContent"
+        )
         assert tab.js("document.activeElement.getAttribute('aria-label')").endswith("position 4, delimiter, R 0.250")
         tab.press("End")
         assert "Query block" in told(tab)
@@ -464,6 +625,64 @@ def test_everything_is_reached_from_the_keyboard(tiny):
             "Oracle"
         )
         assert tab.errors == []
+
+
+@browser.needs_browser
+def test_only_a_field_pairs_prompts_are_called_stale_and_oracle(results, tmp_path):
+    made = record("suffix", SUFFIX, model="polarity")
+    kinds = tuple(one.model_copy(update={"kind": "polarity"}) for one in made.instances)
+    put(results, made.model_copy(update={"instances": kinds}))
+    found = {}
+    for model in ("polarity", "tiny-model"):
+        out = tmp_path / "kinds.html"
+        out.write_text(rendered(results, model), encoding="utf-8")
+        with browser.page() as tab:
+            tab.open(out)
+            found[model] = tab.js("[...document.querySelectorAll('.arm h4')].map(h => h.firstChild.textContent.trim())")
+    assert found == {
+        "polarity": ["Base prompt", "Target prompt"],
+        "tiny-model": ["Stale prompt (base)", "Oracle prompt (target)"],
+    }
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2) of a CSS colour as a browser computes it: rgb(0 to 255) or color(srgb 0 to 1)."""
+    scale = 1 if colour.startswith("color(") else 255
+    parts = [float(part) / scale for part in re.findall(r"[\d.]+", colour)[:3]]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@browser.needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_token_can_be_read_on_every_shade(results, tmp_path, dark):
+    made = record("suffix", SUFFIX, model="shades")
+    rows = [one for one in made.instances if one.status == "included"]
+    # the third token of each pair is the scale's end, so the others' shares are their recoveries; an end of a line too
+    shades = [(0.3, 0.45, 0.5), (0.55, 0.6, 0.65), (0.7, 0.75, 0.8), (0.9, 0.95, 0.4)]
+    instances = []
+    for one, (a, b, c) in zip(rows, shades, strict=True):
+        signed = {id: [8 * r - 4 for r in (a, sign * b, 1.0, -c)] for id, sign in ((one.id, 1), (f"{one.id}-away", -1))}
+        for name, single in signed.items():
+            instances.append(one.model_copy(update={"id": name, "measures": SUFFIX | {"single": single}}))
+    instances = tuple(instances)
+    counts = records.count_inclusion(instances)
+    texts = {str(i): WORDS.get(i, f" v{i}") for i in records.token_ids(instances)}
+    put(results, made.model_copy(update={"instances": instances, "inclusion": counts, "vocabulary": texts}))
+    out = tmp_path / "shades.html"
+    out.write_text(rendered(results, "shades"), encoding="utf-8")
+    seen = set()
+    with browser.page() as tab:
+        tab.open(out, dark=dark)
+        for pair in range(8):
+            choose(tab, "pair", pair)
+            seen |= {abs(share) for share in shares(tab)}
+            each = "(t => [getComputedStyle(t).color, getComputedStyle(t).backgroundColor])"
+            for colours in tab.js(f"[...document.querySelectorAll('.token')].map({each})"):
+                dim, bright = sorted(map(luminance, colours))
+                assert (bright + 0.05) / (dim + 0.05) >= 4.5, (pair, colours)
+        assert tab.errors == []
+    assert seen >= {share for three in shades for share in three}
 
 
 @browser.needs_browser
@@ -490,17 +709,16 @@ def test_ids_stand_where_there_are_no_texts(results, tmp_path):
 
 @browser.needs_browser
 def test_the_page_is_dark_where_the_reader_wants_it(tiny):
-    def luminance(tab: browser.Page, what: str) -> float:
-        red, green, blue = map(float, re.findall(r"[\d.]+", tab.js(f"getComputedStyle(document.body).{what}"))[:3])
-        return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255
+    def of_body(tab: browser.Page, what: str) -> float:
+        return luminance(tab.js(f"getComputedStyle(document.body).{what}"))
 
     with browser.page() as tab:
         tab.open(tiny)
-        assert luminance(tab, "backgroundColor") > 0.9
-        assert luminance(tab, "color") < 0.2
+        assert of_body(tab, "backgroundColor") > 0.9
+        assert of_body(tab, "color") < 0.05
         tab.open(tiny, dark=True)
-        assert luminance(tab, "backgroundColor") < 0.2
-        assert luminance(tab, "color") > 0.7
+        assert of_body(tab, "backgroundColor") < 0.05
+        assert of_body(tab, "color") > 0.7
         assert tab.errors == []
 
 

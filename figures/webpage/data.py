@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+from figures import build, style
 from kvnotes import discover, effects, records
 from kvnotes.records import Effect, Record, RecordError
 
-# The effects that a study's headline is about, in the order of the README's table of studies.
-HEADLINES: Mapping[str, tuple[str, ...]] = {
+# In the order of the README's table of studies; with what the headline of a study is about whose module does not say it
+# as HEADLINE.
+STUDIES: Mapping[str, tuple[str, ...]] = {
     "locality": ("field_only", "notes_only", "field_share"),
-    "suffix": ("notes_only", "top_1", "top_8", "random_8", "carry_80"),
-    "specificity": ("top_8", "in_sample_8", "random_8", "near_8"),
+    "suffix": (),
+    "specificity": (),
     "knockout": ("resample_8", "random_resample_8", "area_resample"),
     "dissociation": ("trigger_only", "notes", "other_field", "same_conclusion"),
     "injection": ("full_notes", "follow_rate", "flips_top_8", "smallest", "foreign_conclusion"),
     "linear": ("auc_aggregator", "auc_answer_prefix", "auc_decision", "rule_auc_aggregator"),
     "timing": ("write_depth", "read_depth", "commit_depth", "read_minus_write"),
-    "heads": ("read_12", "read_in_sample_12", "read_random_12", "write_12", "write_all_12", "write_all_slots_12"),
-    "direction": ("along", "along_shared", "random_shared", "full", "along_shared_any_slot", "full_any_slot"),
-    "attribution": ("attention", "attention_shared", "attention_norm", "attention_patched", "mlp_patched", "full"),
-    "scrubbing": ("note_swap", "rest_swap", "note_swap_any_slot", "rest_swap_any_slot", "drift"),
-    "sae": ("full", "features", "clamp_10", "random_10", "clamp_10_any_slot", "auc"),
+    "heads": (),
+    "direction": (),
+    "attribution": (),
+    "scrubbing": (),
+    "sae": (),
     "wording": ("p_two_uncorrected", "p_two_bare_value", "p_two_state_update", "p_two_old_value"),
 }
 FIRST = 4  # effects of a study that is not among them
-MINUS = "\N{MINUS SIGN}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,16 @@ class Shelf:
     def model(self) -> str:
         """The model's name; its folder's where no record can be read."""
         return next((one.model.name for one in self.records.values()), self.folder)
+
+    @cached_property
+    def undrawn(self) -> dict[str, str]:
+        """By name, why a record is not to be drawn: it cannot be read, a check failed, or it is in another's folder."""
+        return {**self.faults, **build.all_failed(self.records)}
+
+    @property
+    def drawable(self) -> dict[str, Record]:
+        """The records that are to be drawn."""
+        return {name: one for name, one in self.records.items() if name not in self.undrawn}
 
     @property
     def planted(self) -> bool:
@@ -60,6 +72,8 @@ class Row:
     n: str = ""
     test: str = ""
     control: bool = False
+    unresolved: bool = False
+    warning: str = ""
     said: str = ""
 
 
@@ -80,12 +94,10 @@ def load(results: Path, models: Sequence[str] = ()) -> list[Shelf]:
     Raises:
         RecordError: if the folder does not exist, or holds no record and no model is asked for.
     """
-    if not results.is_dir():
-        raise RecordError(f"{results}: no such results folder; `make probe-locality` makes one.")
     found: dict[str, dict[str, Path]] = {}
-    for path in sorted(results.glob("*/*/*.json")):
-        if path.is_file() and path.name[0] != ".":
-            found.setdefault(path.parts[-3], {})["/".join(path.with_suffix("").parts[-3:])] = path
+    for path in records.record_files(results):
+        name = records.record_name(path)
+        found.setdefault(name.split("/")[0], {})[name] = path
     folders = list(dict.fromkeys(map(_folder, models))) or sorted(found, key=lambda name: ("planted-" in name, name))
     if not folders:
         raise RecordError(f"{results} holds no record; `make probe-locality` makes one.")
@@ -110,9 +122,15 @@ def _shelf(folder: str, paths: Mapping[str, Path]) -> Shelf:
 
 
 def studies() -> list[str]:
-    """All studies, those of `HEADLINES` first and in its order."""
+    """All studies, those of `STUDIES` first and in its order."""
     known = discover.studies()
-    return [*(name for name in HEADLINES if name in known), *(name for name in known if name not in HEADLINES)]
+    return [*(name for name in STUDIES if name in known), *(name for name in known if name not in STUDIES)]
+
+
+def headline(study: str) -> tuple[str, ...]:
+    """The effects that a study's headline is about: its module says them, or `STUDIES` does."""
+    known = discover.study(study) if study in discover.studies() else None
+    return tuple(getattr(known, "HEADLINE", ())) or STUDIES.get(study, ())
 
 
 def summary(shelf: Shelf) -> list[Entry]:
@@ -125,9 +143,8 @@ def _of_study(shelf: Shelf, study: str) -> Iterator[Entry]:
     for name in here:
         if name in shelf.records:
             record = shelf.records[name]
-            yield Entry(
-                study=study, name=name, title=record.title, rows=list(_rows(record)), said=list(sentences(record))
-            )
+            said = [*sentences(record), *_untrusted(shelf.undrawn.get(name, ""))]
+            yield Entry(study=study, name=name, title=record.title, rows=list(_rows(record)), said=said)
         else:
             yield Entry(study=study, name=name, said=[f"This record cannot be read: {shelf.faults[name]}"])
     if not here:
@@ -135,7 +152,7 @@ def _of_study(shelf: Shelf, study: str) -> Iterator[Entry]:
 
 
 def sentences(record: Record) -> Iterator[str]:
-    """What a reader must know before its numbers: that no pair passes the gate, that a check failed."""
+    """What a reader must know before its numbers: that no pair passes the gate."""
     counts = record.inclusion
     if not counts.included:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in counts.excluded.items())
@@ -143,10 +160,11 @@ def sentences(record: Record) -> Iterator[str]:
             f"No pair passes the competence gate, of {counts.used} used and {counts.generated} generated, so there is "
             f"no recovery to report. {reasons}."
         )
-    failed = [one.name for one in record.checks if not one.passed]
-    failed += [name for name, one in record.model.self_check.items() if not one.passed]
-    if failed:
-        yield f"A check failed, so these numbers cannot be trusted: {', '.join(failed)}. Run the study again."
+
+
+def _untrusted(reason: str) -> Iterator[str]:
+    if reason:
+        yield f"These numbers cannot be trusted: {reason}."
 
 
 def _rows(record: Record) -> Iterator[Row]:
@@ -154,7 +172,7 @@ def _rows(record: Record) -> Iterator[Row]:
         return
     for layout in effects.layouts(record.instances):
         here = {one.name: one for one in record.summary.effects if one.gated and one.layout == layout}
-        names = [name for name in HEADLINES.get(record.study, ()) if name in here] or list(here)[:FIRST]
+        names = [name for name in headline(record.study) if name in here] or list(here)[:FIRST]
         known = [here[name] for name in names]
         reported = [one for one in known if one.estimate is not None]
         if known and not reported:
@@ -166,22 +184,20 @@ def _rows(record: Record) -> Iterator[Row]:
 def _row(one: Effect) -> Row:
     if one.estimate is None:
         return Row(layout=one.layout, label=one.label, said=f"Not reported: {one.warning or 'it has no value'}.")
-    known = one.low is not None and one.high is not None
+    ends = "no interval"
+    if one.low is not None and one.high is not None:
+        ends = f"[{style.number(one.low)}, {style.number(one.high)}]"
     return Row(
         layout=one.layout,
         label=one.label,
-        estimate=number(one.estimate),
-        interval=f"[{number(one.low)}, {number(one.high)}]" if known else "no interval",
+        estimate=style.number(one.estimate),
+        interval=ends,
         n=f"{one.n} ({one.clusters})",
         test="" if one.test is None else one.test.conclusion,
         control=one.control,
+        unresolved=one.unresolved,
+        warning=one.warning or "",
     )
-
-
-def number(value: float | None) -> str:
-    """Two decimals and a real minus sign; zero has no sign."""
-    text = "" if value is None else f"{value:.2f}"
-    return "0.00" if text == "-0.00" else text.replace("-", MINUS)
 
 
 def facts(shelf: Shelf) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from figures import build
+from figures import build, side
 from figures.webpage.data import Shelf
 from kvnotes.records import Record
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 DPI = 110  # text of 7.5 points is 11 pixels high
 STEP = 17  # a colour's red, green and blue are rounded to multiples: 16 shades of each, none off by more than 8 of 255
-FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,66 +33,76 @@ class Picture:
 
 
 def of_model(shelf: Shelf) -> list[Picture]:
-    """The figures of a model's records, in the order of the studies."""
+    """The figures of a model's records, in the order of the studies, and why others have none."""
     from figures import style
     from figures.webpage.data import studies
 
     rank = {study: at for at, study in enumerate(studies())}
-    ordered = sorted(shelf.records.items(), key=lambda item: (rank.get(item[1].study, len(rank)), item[0]))
+    held = {*shelf.drawable, *shelf.undrawn}
     with style.styled():
-        return [one for name, record in ordered for one in _of_record(name, record)]
+        ordered = sorted(held, key=lambda name: (rank.get(name.split("/")[1], len(rank)), name))
+        return [one for name in ordered for one in _of_record(name, shelf)]
 
 
-def _of_record(name: str, record: Record) -> Iterator[Picture]:
-    try:
-        drawn = build.draw(record.study, {name: record}) if record.study in build.studies() else {}
-    except FAULTS as error:  # a record of another version may lack a table or a measure: the page goes on
-        said = f"This figure cannot be drawn ({type(error).__name__}: {error}). Run `make probe-{record.study}` again."
-        yield Picture(name=name, title=record.title, said=said)
-        return
-    for key, figure in drawn.items():
-        yield _picture(key, figure, title=record.title, alt=_alt(record))
+def _of_record(name: str, shelf: Shelf) -> list[Picture]:
+    study = name.split("/")[1]
+    if name in shelf.undrawn:
+        return [_none(name, study, shelf.undrawn[name])]
+    record = shelf.records[name]
+    made, why = side.attempt(lambda: _pictures(name, record), again=f"make probe-{study}")
+    return [_none(name, record.title, why)] if made is None else made
+
+
+def _pictures(name: str, record: Record) -> list[Picture]:
+    drawn = build.draw(record.study, {name: record}) if record.study in build.studies() else {}
+    return [_picture(key, figure, title=record.title, alt=_alt(record)) for key, figure in drawn.items()]
+
+
+def _none(name: str, title: str, reason: str) -> Picture:
+    return Picture(name=name, title=title, said=f"Not drawn: {reason.rstrip('.')}.")
 
 
 def side_by_side(shelves: Sequence[Shelf]) -> list[Picture]:
     """The figures of several models: what studies draw of them together, and the composed pages."""
     from figures import style
 
-    records = {name: one for shelf in shelves for name, one in shelf.records.items()}
+    records = {name: one for shelf in shelves for name, one in shelf.drawable.items()}
+    faults = {name: reason for shelf in shelves for name, reason in shelf.undrawn.items()}
+    whose = f"Models: {', '.join(dict.fromkeys(one.model.name for one in records.values()))}."
     with style.styled():
-        return list(_together(records))
+        together = list(_together(records, whose)) if len(shelves) > 1 else []
+        return [*together, *_composed(records, faults, whose)]
 
 
-def _together(records: Mapping[str, Record]) -> Iterator[Picture]:
-    models = list(dict.fromkeys(one.model.name for one in records.values()))
-    whose = f"Models: {', '.join(models)}."
-    for study in build.studies() if len(models) > 1 else ():
+def _together(records: Mapping[str, Record], whose: str) -> Iterator[Picture]:
+    """What a study draws of several models; each record's own figures stand in its model's section."""
+    for study in build.studies():
         some = {name: one for name, one in records.items() if one.study == study}
-        try:
-            drawn = build.draw(study, some) if some else {}
-        except FAULTS:
-            continue  # each record's own place says that it cannot be drawn
         title = f"{study}, side by side"
+        drawn, faults = build.draw_safely(study, some) if some else ({}, {})
         for key, figure in drawn.items():
             if not any(key == name or key.startswith(f"{name}-") for name in some):
                 yield _picture(key, figure, title=title, alt=f"{title}. {whose}")
-    yield from _composed(records, whose)
+        if reason := faults.get(build.side_by_side(study)):
+            yield _none(build.side_by_side(study), title, reason)
 
 
-def _composed(records: Mapping[str, Record], whose: str) -> Iterator[Picture]:
+def _composed(records: Mapping[str, Record], faults: Mapping[str, str], whose: str) -> Iterator[Picture]:
     """The paper's figures and tables with our values."""
     from figures import composed
 
     for name in composed.whole():
         page = composed.get(name)
-        try:
-            models = composed.models_of(page, records, layout=build.LAYOUT, faults={})
-            drawn = composed.figure(page, models) if models else None
-        except FAULTS as error:
-            yield Picture(name=name, title=page.heading, said=f"It cannot be drawn ({type(error).__name__}: {error}).")
-            continue
-        if drawn is not None:
-            yield _picture(name, drawn, title=page.heading, alt=f"{page.heading}, with our values beside it. {whose}")
+        models = composed.models_of(page, records, layout=build.LAYOUT, faults=faults)
+        if any(side.readable(found) for found in models.values()):
+            alt = f"{page.heading}, with our values beside it. {whose}"
+            made, why = side.attempt(
+                lambda name=name, page=page, models=models, alt=alt: _picture(
+                    name, composed.figure(page, models), title=page.heading, alt=alt
+                ),
+                again="make figures",
+            )
+            yield made or _none(name, page.heading, why)
 
 
 def _alt(record: Record) -> str:

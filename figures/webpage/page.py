@@ -5,19 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
+from figures import side
 from figures.webpage import data, images, tokens
 from figures.webpage.data import Shelf
-from kvnotes.records import Record
 
 ASSETS = Path(__file__).with_name("assets")
-FAULTS = images.FAULTS
 
 
 def render(shelves: Sequence[Shelf]) -> str:
@@ -45,8 +44,8 @@ def _asset(name: str) -> str:
 
 
 def _model(shelf: Shelf) -> dict[str, Any]:
-    views, said = _views(shelf.records)
-    heads = [one for one in shelf.records.values() if one.study == "heads"]
+    views, said = _views(shelf)
+    heads = [one for one in shelf.drawable.values() if one.study == "heads"]
     return {
         "name": shelf.model,
         "planted": shelf.planted,
@@ -59,18 +58,17 @@ def _model(shelf: Shelf) -> dict[str, Any]:
     }
 
 
-def _views(records: Mapping[str, Record]) -> tuple[list[dict[str, Any]], list[str]]:
+def _views(shelf: Shelf) -> tuple[list[dict[str, Any]], list[str]]:
     """What the token view shows, by record, and a sentence for each record that it cannot show."""
     views: list[dict[str, Any]] = []
-    said: list[str] = []
-    shown = [(name, one) for study in tokens.STUDIES for name, one in records.items() if one.study == study]
-    for name, record in shown:
-        try:
-            found = tokens.view(record)
-        except FAULTS as error:
-            said.append(f"{name} lacks what the view shows ({type(error).__name__}: {error}); run its study again.")
-            continue
-        if found is None:
+    held = {**shelf.records, **shelf.faults}
+    shown = [name for study in tokens.STUDIES for name in held if name.split("/")[1] == study]
+    said = [f"{name} is not shown: {shelf.undrawn[name].rstrip('.')}." for name in shown if name in shelf.undrawn]
+    for name, record in ((name, shelf.drawable[name]) for name in shown if name not in shelf.undrawn):
+        found, why = side.attempt(lambda record=record: tokens.view(record), again=f"make probe-{record.study}")
+        if why:
+            said.append(f"{name} is not shown: {why}.")
+        elif found is None:
             said.append(f"{name} has no pair that passes the competence gate, so no token has an effect to show.")
         else:
             views.append({"name": name, **found})

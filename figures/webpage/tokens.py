@@ -1,4 +1,4 @@
-"""The token view's data: each pair's tokens and what a record says of them, as recoveries in thousandths. No torch.
+"""The token view's data: each pair's tokens and what a record says of them, as recoveries in ten-thousandths. No torch.
 
 Two studies measure single tokens. `suffix` has each downstream token's cells alone and all notes without them, and on
 some pairs every (layer, token) alone. `heads` has each token's cells alone, the first-order effect of every head's z at
@@ -7,15 +7,19 @@ some tokens, every head's z alone at the decision, and every KV head's downstrea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from figures import style
 from kvnotes import effects, select
 from kvnotes.records import Instance, Record
 
 STUDIES = ("suffix", "heads")
 MOST = {"suffix": 48, "heads": 12}  # pairs of a record: one of `heads` has a number a head at each of its tokens
 WHOLE = ("write_all", "write_all_slots")  # estimates that are of several tokens together
+PLACES = 4  # decimals of a recovery; the page rounds to two or three
+NOISE = 1e-6  # of the last place: a number that is so near to it stands there
 _CELLS = ("R", "low", "high", "p")
 
 
@@ -34,12 +38,18 @@ def view(record: Record) -> dict[str, Any] | None:
         "layers": record.model.layers,
         "heads": record.model.heads,
         "kvHeads": record.model.kv_heads,
-        "included": record.inclusion.included,
+        "included": _included(record),
         "spans": list(dict.fromkeys(span for one in kept for span in one.spans)),
         "words": _words(record, kept),
         "tables": {layout: _tables(record, layout) for layout in effects.layouts(kept)},
         "pairs": pairs,
     }
+
+
+def _included(record: Record) -> dict[str, int]:
+    """Included pairs by layout: a table is of one."""
+    kept = [one.layout for one in record.instances if one.status == "included"]
+    return {layout: kept.count(layout) for layout in dict.fromkeys(kept)}
 
 
 def _kept(record: Record) -> list[Instance]:
@@ -75,6 +85,7 @@ def _pair(one: Instance) -> dict[str, Any]:
         "id": one.id,
         "scenario": one.scenario,
         "layout": one.layout,
+        "kind": one.kind,
         "base": list(own.base),
         "target": {p: own.target[p] for p in own.changed},
         "changed": list(own.changed),
@@ -94,7 +105,7 @@ def _of_suffix(one: Instance) -> dict[str, Any]:
     if "without" not in one.measures:
         return {}
     lost = [one.measures["notes"] - margin for margin in one.measures["without"]]
-    found: dict[str, Any] = {"lost": _thousandths(one, lost)}
+    found: dict[str, Any] = {"lost": _parts(one, lost)}
     if one.measures["map"]:
         found["map"] = [_recoveries(one, row) for row in one.measures["map"]]
     return found
@@ -105,30 +116,44 @@ def _of_heads(one: Instance) -> dict[str, Any]:
     if "estimates" not in one.measures:
         return {}
     measured, slots = one.measures, {name: p for p, name in enumerate(select.instance_slots(one))}
+    estimates = {name: values for name, values in measured["estimates"].items() if name not in WHOLE}
     both = (measured["attributed"][run]["heads"] for run in ("base", "target"))
     attention = measured["attention"]
     return {
-        "estimates": {
-            slots[name]: _thousandths(one, values)
-            for name, values in measured["estimates"].items()
-            if name not in WHOLE
-        },
+        "estimates": {slots[name]: _parts(one, values) for name, values in estimates.items()},
+        "layers": {slots[name]: _parts(one, _layers(one, values)) for name, values in estimates.items()},
         "alone": _recoveries(one, measured["alone"]),
         "kv": _recoveries(one, measured["kv"]),
-        "direct": _thousandths(one, [b - a for a, b in zip(*both, strict=True)]),
-        "attends": {name: [round(1000 * share) for share in shares] for name, shares in attention["heads"].items()},
+        "direct": _parts(one, [b - a for a, b in zip(*both, strict=True)]),
+        "attends": {name: list(map(part, shares)) for name, shares in attention["heads"].items()},
         "named": attention["named"],
         "random": attention["random"],
     }
 
 
 def _recoveries(one: Instance, margins: Sequence[float]) -> list[int]:
-    return _thousandths(one, [effects.moved(one, margin) for margin in margins])
+    return _parts(one, [effects.moved(one, margin) for margin in margins])
 
 
-def _thousandths(one: Instance, logits: Sequence[float]) -> list[int]:
+def _layers(one: Instance, values: Sequence[float]) -> list[float]:
+    """What a layer's heads add up to, by layer."""
+    per = one.measures["per_layer"]["heads"]
+    return [sum(values[at : at + per]) for at in range(0, len(values), per)]
+
+
+def _parts(one: Instance, logits: Sequence[float]) -> list[int]:
     gap = effects.gap(one)
-    return [round(1000 * value / gap) for value in logits]
+    return [part(value / gap) for value in logits]
+
+
+def part(value: float) -> int:
+    """A number in units of the last of `PLACES`, cut off; a 0 or 5 in that place that more follows goes one up. Rounded
+    again to fewer places it gives what the number itself does (`ROUND_05UP` of decimal)."""
+    exact = value * 10**PLACES
+    if abs(exact - round(exact)) < NOISE:
+        return round(exact)
+    cut = math.trunc(exact)
+    return cut if cut % 5 else cut + (1 if exact > 0 else -1)
 
 
 def _tables(record: Record, layout: str) -> dict[str, Any]:
@@ -147,13 +172,21 @@ def _column(record: Record, layout: str, name: str, kind: str) -> Iterator[tuple
     columns = [] if table is None else [table.columns.index(f"{kind} {cell}") for cell in _CELLS]
     for row in table.rows if table is not None else ():
         values = [row[at] for at in columns]
-        yield str(row[0]), [round(float(v), 3) if isinstance(v, int | float) else None for v in values]
+        yield str(row[0]), [float(v) if isinstance(v, int | float) else None for v in values]
 
 
-def attention(record: Record) -> list[tuple[str, list[str], list[list[Any]]]]:
-    """The named read heads' mean attention from the decision by token class: each layout's name, classes and rows."""
+def attention(record: Record) -> list[tuple[str, list[str], list[list[tuple[str, float | None]]]]]:
+    """The named read heads' mean attention from the decision by token class: each layout's name, classes and rows of
+    cells, which are words and, where it is one, the share."""
     found = []
     for name, table in record.summary.tables.items():
         if name.startswith("attention of the read heads") and table.rows:
-            found.append((name, list(table.columns), [list(row) for row in table.rows]))
+            rows = [[*((str(cell), None) for cell in row[:2]), *map(_share, row[2:])] for row in table.rows]
+            found.append((name, list(table.columns), rows))
     return found
+
+
+def _share(value: Any) -> tuple[str, float | None]:
+    if isinstance(value, int | float):
+        return style.number(value), float(value)
+    return "" if value is None else str(value), None

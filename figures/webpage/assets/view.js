@@ -1,10 +1,11 @@
-// The token view: one for each model, from the JSON beside it. No number is worked out here but a sum over a layer's heads.
+// The token view: one for each model, from the JSON beside it. No number is worked out here.
 "use strict";
 
 const ALL = -1; // of layers, or of heads
 const LARGEST = 8; // tokens in the list of the largest
 const SHOWN = 0.05; // from this recovery on, a token's number always stands under it
-const STRONG = 0.55; // share of the full colour from which text is light on dark
+const PART = 10000; // recoveries stand in the JSON as whole numbers of this part
+const READABLE = 4.5; // contrast of small text with what is behind it (WCAG AA)
 
 /** An element with attributes and children; text is always text, never markup. */
 function make(tag, attributes = {}, ...children) {
@@ -36,6 +37,28 @@ function above(value) {
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * (1 - 1e-9));
 }
 
+/** Red, green and blue of a "#rrggbb" from the style sheet, from 0 to 1. */
+function rgb(name) {
+  const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
+}
+
+/** The contrast of two colours, from 1 to 21 (WCAG 2). */
+function contrast(one, other) {
+  const light = (colour) => {
+    const [r, g, b] = colour.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const [a, b] = [light(one), light(other)];
+  return Math.max(a, b) / Math.min(a, b);
+}
+
+/** The first of the page's inks that can be read on a share of a colour; black or white always can. */
+function inkOn(share, { mid, full, inks }) {
+  const behind = mid.map((part, at) => part + (full[at] - part) * share);
+  return inks.find((ink) => contrast(ink.colour, behind) >= READABLE)?.css ?? "";
+}
+
 /** A pair as the view asks for it. */
 class Pair {
   constructor(record, pair) {
@@ -56,7 +79,7 @@ class Pair {
   id(arm, position) { return arm === "target" ? (this.pair.target[position] ?? this.pair.base[position]) : this.pair.base[position]; }
   text(id) { return this.record.words[id] ?? `#${id}`; }
 
-  /** The recovery at a position, in thousandths, with what kind of number it is; undefined where there is none. */
+  /** The recovery at a position, in parts, with what kind of number it is; undefined where there is none. */
   at(position, { edit, layer, head }) {
     const i = this.index.get(position);
     if (layer === ALL) return i === undefined ? undefined : { value: this.pair[edit][i], kind: "exact" };
@@ -66,23 +89,21 @@ class Pair {
     const estimates = this.pair.estimates[position];
     if (!estimates) return undefined;
     if (head !== ALL) return { value: estimates[first + head], kind: "estimate" };
-    return { value: estimates.slice(first, first + this.record.heads).reduce((a, b) => a + b, 0), kind: "estimate" };
+    return { value: this.pair.layers[position][layer], kind: "estimate" };
   }
 
   /** The scale's end, of everything that the same controls could show: a layer's colours can be compared with another's. */
   bound({ edit, layer, head }) {
     const key = layer === ALL ? edit : head === ALL ? "layers" : "heads";
-    this.bounds[key] ??= above(Math.max(10, ...this.everything(key).map(Math.abs))) / 1000;
+    this.bounds[key] ??= above(Math.max(PART / 100, ...this.everything(key).map(Math.abs))) / PART;
     return this.bounds[key];
   }
 
   everything(key) {
     if (key === "single" || key === "lost") return this.pair[key];
     if (!this.isHeads) return (this.pair.map ?? []).flat();
-    const estimates = Object.values(this.pair.estimates).flat();
-    if (key === "heads") return [...estimates, ...this.pair.alone];
-    const layers = [...Array(this.record.layers).keys()];
-    return layers.flatMap((layer) => Object.keys(this.pair.estimates).map((p) => this.at(Number(p), { layer, head: ALL }).value));
+    if (key === "layers") return Object.values(this.pair.layers).flat();
+    return [...Object.values(this.pair.estimates).flat(), ...this.pair.alone];
   }
 }
 
@@ -108,7 +129,7 @@ class View {
       const words = make("label", { for: control.id }, label, ...(output ? [" ", output] : []));
       return make("div", key === "pair" ? { class: "wide" } : {}, words, control);
     };
-    const groups = records.map((record) => make("optgroup", { label: `${record.name}: ${record.pairs.length} of ${record.included} included pairs` }));
+    const groups = records.map((record) => make("optgroup", { label: `${record.name}: ${record.pairs.length} of ${Object.values(record.included).reduce((a, b) => a + b, 0)} included pairs` }));
     this.pairs.forEach((one, at) => {
       const said = one.isHeads || one.hasLayers ? ` \u2014 ${one.isHeads ? "by layer and head" : "by layer"}` : "";
       groups[records.indexOf(one.record)].append(make("option", { value: at }, `${one.pair.id}${said}`));
@@ -137,6 +158,7 @@ class View {
       this.legend, this.readout,
       make("div", {}, this.told, make("div", { class: "arms" }, this.arms.base, this.arms.target)),
       this.below);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.shade());
     this.listen();
   }
 
@@ -162,8 +184,10 @@ class View {
     controls.head.max = pair.record.heads - 1;
     state.layer = pair.hasLayers ? Math.min(state.layer, pair.record.layers - 1) : ALL;
     state.head = Math.min(state.head, pair.record.heads - 1);
-    this.drawArm("base", "Stale prompt (base)", 0);
-    this.drawArm("target", "Oracle prompt (target)", 1);
+    // the paper's names, stale and oracle, are of field pairs
+    const names = pair.pair.kind === "field" ? ["Stale prompt (base)", "Oracle prompt (target)"] : ["Base prompt", "Target prompt"];
+    this.drawArm("base", names[0], 0);
+    this.drawArm("target", names[1], 1);
     this.shade();
     this.tell(null);
   }
@@ -215,7 +239,8 @@ class View {
     else if (!hasHeads) outputs.head.textContent += " (choose a layer first)";
     for (const key of ["layer", "head"]) controls[key].setAttribute("aria-valuetext", outputs[key].textContent);
     const bound = pair.bound(this.asked);
-    for (const token of this.root.querySelectorAll(".token")) this.shadeToken(token, bound);
+    const colours = this.colours();
+    for (const token of this.root.querySelectorAll(".token")) this.shadeToken(token, bound, colours);
     this.drawLegend(bound);
     this.read();
     this.list();
@@ -225,14 +250,23 @@ class View {
   /** What the controls ask for. */
   get asked() { return { ...this.state, head: this.pair.isHeads ? this.state.head : ALL }; }
 
-  shadeToken(token, bound) {
+  /** The colours of the page as it is now, light or dark. */
+  colours() {
+    const ink = (colour, css) => ({ colour, css });
+    const last = [ink([0, 0, 0], "#000000"), ink([1, 1, 1], "#ffffff")];
+    const inks = [ink(rgb("--ink"), "var(--ink)"), ...last];
+    return { mid: rgb("--mid"), towards: rgb("--towards"), away: rgb("--away"), inks, quiet: [ink(rgb("--quiet"), "var(--quiet)"), ...inks] };
+  }
+
+  shadeToken(token, bound, colours) {
     const found = this.pair.at(Number(token.dataset.p), this.asked);
-    const value = found ? found.value / 1000 : 0;
+    const value = found ? found.value / PART : 0;
     const share = Math.min(1, Math.abs(value) / bound);
     token.style.setProperty("--s", share.toFixed(3));
     token.classList.toggle("away", value < 0);
-    token.classList.toggle("strong", share > STRONG);
     token.classList.toggle("unknown", !found);
+    const inks = !found || token.classList.contains("end") ? colours.quiet : colours.inks;
+    token.style.color = inkOn(share, { mid: colours.mid, full: value < 0 ? colours.away : colours.towards, inks });
     token.classList.toggle("estimated", found?.kind === "estimate");
     const least = Math.min(SHOWN, bound / 4);
     const shown = found && (this.state.numbers || Math.abs(value) >= least);
@@ -249,7 +283,7 @@ class View {
         make("span", {}, "away"), make("span", { class: "bar" }), make("span", {}, "towards the target's action"), make("span", { class: "ticks" }, ...ticks)),
       make("span", {}, make("span", { class: "key changed" }, "a"), " changed span"),
       make("span", {}, make("span", { class: "key query" }, "a"), " query block, where the decision is read"),
-      make("span", {}, "Arrow keys move through a prompt, [ and ] change the layer."));
+      make("span", {}, "Arrow keys move through a prompt; [ and ], or Shift with \u2190 and \u2192, change the layer."));
   }
 
   // --- words ---
@@ -263,7 +297,7 @@ class View {
     else if (!pair.isHeads) {
       said.push(`Each token: its cells alone, at layer ${layer} alone.`);
       const all = interval(pair.tables.layers?.[layer]);
-      if (all) said.push(`All notes at layer ${layer}, over ${pair.record.included} pairs: R ${all}.`);
+      if (all) said.push(`All notes at layer ${layer}, over ${pair.record.included[pair.pair.layout]} pairs: R ${all}.`);
     } else if (head === ALL) said.push(`Layer ${layer}: the first-order effects of its ${pair.record.heads} heads' z at a token, added up. Underlined tokens have an estimate.`);
     else said.push(...this.readHead(`${layer}.${head}`, layer, head));
     this.readout.textContent = said.join(" ");
@@ -275,12 +309,12 @@ class View {
     const group = Math.floor(head / (record.heads / record.kvHeads));
     const kv = `${layer}.${group}`;
     const over = (cells) => (interval(cells) ? ` (over pairs ${interval(cells)})` : "");
-    const shares = Object.entries(pair.attends).map(([kind, values]) => `${kind.replaceAll("_", " ")} ${number(values[at] / 1000)}`);
+    const shares = Object.entries(pair.attends).map(([kind, values]) => `${kind.replaceAll("_", " ")} ${number(values[at] / PART)}`);
     return [
-      `Head ${name}: its z alone at the decision, R ${number(pair.alone[at] / 1000, 3)}${over(tables.heads?.[name])};`,
-      `added to the margin directly, ${number(pair.direct[at] / 1000, 3)}${over(tables.direct?.[name])};`,
+      `Head ${name}: its z alone at the decision, R ${number(pair.alone[at] / PART, 3)}${over(tables.heads?.[name])};`,
+      `added to the margin directly, ${number(pair.direct[at] / PART, 3)}${over(tables.direct?.[name])};`,
       `attention from the decision: ${shares.join(", ")}.`,
-      `KV head ${kv}, its cells downstream: R ${number(pair.kv[layer * record.kvHeads + group] / 1000, 3)}${over(tables.kv?.[kv])}.`,
+      `KV head ${kv}, its cells downstream: R ${number(pair.kv[layer * record.kvHeads + group] / PART, 3)}${over(tables.kv?.[kv])}.`,
       "Underlined tokens: first-order effect of its z there.",
     ];
   }
@@ -310,7 +344,7 @@ class View {
     this.told.replaceChildren(
       shown[0], ...(changed ? [" \u2192 ", shown[1], " (changed)"] : []),
       `, position ${position}, class ${pair.pair.owner[position]}, slot ${pair.slots[position]}. `,
-      ...(found ? ["This pair: ", make("b", {}, `R ${number(found.value / 1000, 3)}`), `${kind}. `] : [this.why(position)]),
+      ...(found ? ["This pair: ", make("b", {}, `R ${number(found.value / PART, 3)}`), `${kind}. `] : [this.why(position)]),
       cells ? `This slot over pairs: ${interval(cells)}.` : found ? "No interval: one pair's number." : "");
   }
 
@@ -334,7 +368,7 @@ class View {
       make("td", { class: "number" }, String(position)),
       make("td", { class: "piece" }, pair.text(pair.id("base", position)).replaceAll("\n", "\u21b5")),
       make("td", {}, pair.pair.owner[position]),
-      make("td", { class: "number" }, number(found.value / 1000, 3)),
+      make("td", { class: "number" }, number(found.value / PART, 3)),
       make("td", { class: "number" }, interval(this.slotCells(position)) || "\u2014")));
     const head = ["position", "token", "class", "R, this pair", "slot over pairs"].map((name, at) => make("th", { scope: "col", class: at === 1 || at === 2 ? null : "number" }, name));
     const largest = make("div", {}, make("h4", {}, "Largest here"), rows.length
@@ -388,7 +422,8 @@ class View {
   }
 
   key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const step = View.step(event);
+    if (!step && (event.ctrlKey || event.metaKey || event.altKey)) return;
     const token = event.target.closest(".token");
     const all = [...token.parentElement.querySelectorAll(".token")];
     const at = all.indexOf(token);
@@ -396,13 +431,20 @@ class View {
       ArrowRight: () => all[at + 1], ArrowLeft: () => all[at - 1], Home: () => all[0], End: () => all.at(-1),
       ArrowDown: () => View.nearest(token, all.slice(at + 1), 1), ArrowUp: () => View.nearest(token, all.slice(0, at).reverse(), -1),
     };
-    const step = { "[": -1, "]": 1 }[event.key];
     if (step && this.pair.hasLayers) {
       this.state.layer = Math.max(ALL, Math.min(this.pair.record.layers - 1, this.state.layer + step));
       this.shade();
     } else if (moves[event.key]) moves[event.key]()?.focus();
     else if (!step) return;
     event.preventDefault();
+  }
+
+  /** How many layers a key goes up. Brackets need Alt on some keyboards, or AltGr, which says Ctrl and Alt. */
+  static step({ key, shiftKey, ctrlKey, altKey, metaKey }) {
+    if (metaKey || (ctrlKey && !altKey)) return 0;
+    if (key === "[" || key === "]") return key === "]" ? 1 : -1;
+    if (!shiftKey || altKey) return 0;
+    return { ArrowLeft: -1, ArrowRight: 1 }[key] ?? 0;
   }
 
   /** Of some tokens, in order, the one on the next line that lies nearest to the token's middle. */

@@ -9,26 +9,32 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvnotes import effects
 from kvnotes.config import NOT_IN_NAME, defaults
-from kvnotes.records import Record
+from kvnotes.records import Record, count_inclusion
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LONGEST = 56  # letters of why there is no number, in a panel; the table has all
+LINE = 92  # letters of a line of words above a panel
 LANE = 0.125  # inches of a line of a panel of rows, enough for its number
+LEFT, DOWN = "<", "v"  # markers of a value that the paper only bounds from above, along the axis that it stands on
 AT_MOST = -math.inf  # the lower end of a value that the paper only bounds from above
 UNNAMED = "models not named"
 NOT_RUN = "not run"
+ALL = "all"  # the layout of a record that measured every one
+WARNED = "\N{DAGGER}"  # stands after a number that a warning limits
 _NARROWEST, _WIDEST = (-0.1, 1.1), (-1.0, 2.0)
 
 Found = Mapping[str, Record | str]
 Models = Mapping[str, Found]
 Said = list[tuple[str, str]]  # lines of words above a panel, with their colours
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,8 @@ class Measure:
     depth: bool = False
     rest: bool = False
     paper: str = ""  # where the paper's values stand in published.yaml, where not under the study and the effect's name
+    listed: str = ""  # the study's published lists by model, of which the value at `at` is one of the measure's
+    at: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,10 @@ class Cell:
     high: float | None = None
     n: int = 0
     control: bool = False
+    unresolved: bool = False
+    """Below the noise floor."""
+    warning: str = ""
+    """What limits the number."""
     why: str = ""
 
     @property
@@ -61,14 +73,15 @@ class Cell:
 
     @property
     def numbers(self) -> str:
-        """The value with its interval, or why there is none."""
+        """The value with its interval and what a reader must know of it, or why there is none."""
         from figures import style
 
         if self.value is None:
             return self.why
-        if self.low is None or self.high is None:
-            return f"{style.number(self.value)} no interval"
-        return f"{style.number(self.value)} [{style.number(self.low)}, {style.number(self.high)}]"
+        known = self.low is not None and self.high is not None
+        ends = f"[{style.number(self.low or 0.0)}, {style.number(self.high or 0.0)}]" if known else "no interval"
+        marks = f"{WARNED if self.warning else ''}{' unresolved' if self.unresolved else ''}"
+        return f"{style.number(self.value)} {ends}{marks}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +118,10 @@ class Counts:
                 effect=curve.effects.format(k=k),
                 label=f"{curve.words}, {k}",
                 paper=curve.last if curve.last and k == self.ks[-1] else curve.paper.format(k=k),
+                listed=curve.listed,
+                at=at,
             )
-            for k in self.ks
+            for at, k in enumerate(self.ks)
         ]
 
     @property
@@ -115,14 +130,16 @@ class Counts:
         return [one for curve in self.curves for one in self.measures(curve)]
 
     def papers(self, curve: Curve) -> set[tuple[int, float]]:
-        """The paper's values for a line, each with its place among the numbers of things."""
-        from figures import style
+        """The paper's values for a line, each with its place among the numbers of things; of a range both ends."""
+        return {(at, value) for at, ends in self._published(curve) if AT_MOST not in ends for value in ends}
 
-        listed = style.published().get(self.study, {}).get(curve.listed, {})
-        found = {(at, float(value)) for values in listed.values() for at, value in enumerate(values)}
+    def bounds(self, curve: Curve) -> set[tuple[int, float]]:
+        """What the paper only bounds from above: the bounds, each with its place."""
+        return {(at, ends[1]) for at, ends in self._published(curve) if AT_MOST in ends}
+
+    def _published(self, curve: Curve) -> Iterator[tuple[int, tuple[float, float]]]:
         for at, measure in enumerate(self.measures(curve)):
-            found |= {(at, value) for ends in paper_values(measure).values() for value in ends}
-        return {(at, value) for at, value in found if value != AT_MOST}
+            yield from ((at, ends) for ends in paper_values(measure).values())
 
 
 # --- records ----------------------------------------------------------------------------------------------
@@ -135,25 +152,78 @@ def by_model(
     studies: Collection[str],
     faults: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Record | str]]:
-    """Records of one layout by model and study, in the order given; of several with the study's own kind of pair the
-    newest, whatever its other settings, which the caption names.
+    """Records of one layout by model and study, in the order given: of each study the one that `stands_for` it.
 
     `faults` says by the record's name why it is not among them; it stands for the study where no other record does.
     """
+    own: dict[str, dict[str, Record]] = {}
+    for name, record in records.items():
+        own.setdefault(record.model.name, {})[name] = record
     chosen: dict[str, dict[str, Record | str]] = {}
+    for model, held in own.items():
+        for study in studies:
+            if one := stands_for(held, study=study, layout=layout):
+                chosen.setdefault(model, {})[study] = one[1]
     names = {name.split("/", maxsplit=1)[0]: record.model.name for name, record in records.items()}
-    for record in records.values():
-        if record.study not in studies or record.layout != layout or "pair" in unusual(record):
-            continue
-        here = chosen.setdefault(record.model.name, {})
-        known = here.get(record.study)
-        if not isinstance(known, Record) or record.provenance.created > known.provenance.created:
-            here[record.study] = record
     for name, reason in (faults or {}).items():
         folder, study, stem = name.split("/")
-        if study in studies and (stem == layout or stem.startswith(f"{layout}-")):
+        if study in studies and (stem in (layout, ALL) or stem.startswith(f"{layout}-")):
             chosen.setdefault(names.get(folder, folder), {}).setdefault(study, reason)
     return chosen
+
+
+def stands_for(records: Mapping[str, Record], *, study: str, layout: str) -> tuple[str, Record] | None:
+    """Which of one model's records stands for a study in a layout, with its name: a record of that layout alone, else
+    the layout's part of one of all; of several the one with the study's own settings, else the newest, whatever its
+    settings but the kind of pair."""
+    found = [
+        (name, record, part)
+        for name, record in records.items()
+        if record.study == study and "pair" not in unusual(record) and (part := in_layout(record, layout))
+    ]
+    if not found:
+        return None
+    name, _, part = max(found, key=lambda one: (one[1].layout == layout, *_preferred(*one[:2])))
+    return name, part
+
+
+def _preferred(name: str, record: Record) -> tuple[bool, str]:
+    return own_settings(name, record), record.provenance.created
+
+
+def own_settings(name: str, record: Record) -> bool:
+    """Whether a record's name says that it has the study's own settings; others add a hash to the layout."""
+    return name.rsplit("/", maxsplit=1)[-1] in (record.layout, ALL)
+
+
+def in_layout(record: Record, layout: str) -> Record | None:
+    """A record as if it were of one layout alone: the pairs, effects and tables of one of all layouts that are of this
+    one. None for a record without any pair of it."""
+    if record.layout == layout:
+        return record
+    instances = tuple(one for one in record.instances if one.layout == layout)
+    if record.layout != ALL or not instances:
+        return None
+    tables, ending = record.summary.tables, f", {layout}"
+    if len(effects.layouts(record.instances)) > 1:
+        tables = {name.removesuffix(ending): one for name, one in tables.items() if name.endswith(ending)}
+    mine = tuple(one for one in record.summary.effects if one.layout == layout)
+    changed = {
+        "layout": layout,
+        "instances": instances,
+        "inclusion": count_inclusion(instances),
+        "summary": record.summary.model_copy(update={"effects": mine, "tables": tables}),
+    }
+    return record.model_copy(update=changed)
+
+
+def attempt(make: Callable[[], Made], *, again: str) -> tuple[Made | None, str]:
+    """What is made, or why it cannot be, with the command that helps: a record of another version may lack any table
+    or effect, and all else is drawn without it."""
+    try:
+        return make(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__} while drawing it: {error}. Run `{again}` again"
 
 
 def readable(found: Found) -> dict[str, Record]:
@@ -173,7 +243,14 @@ def cell(measure: Measure, found: Found) -> Cell:
     record = found.get(measure.study)
     if not isinstance(record, Record):
         return Cell(why=NOT_RUN if record is None else in_short(record))
-    effect = next((one for one in record.summary.effects if one.gated and one.name == measure.effect), None)
+    effect = next(
+        (
+            one
+            for one in record.summary.effects
+            if one.gated and one.name == measure.effect and one.layout == record.layout
+        ),
+        None,
+    )
     if effect is None:
         return Cell(why="not measured")
     if effect.estimate is None:
@@ -181,7 +258,15 @@ def cell(measure: Measure, found: Found) -> Cell:
         return Cell(why=effect.warning or gate, n=effect.n)
     ends = (effect.high, effect.low) if measure.rest else (effect.low, effect.high)
     value, low, high = (_scaled(x, measure, record) for x in (effect.estimate, *ends))
-    return Cell(value=value, low=low, high=high, n=effect.n, control=effect.control)
+    return Cell(
+        value=value,
+        low=low,
+        high=high,
+        n=effect.n,
+        control=effect.control,
+        unresolved=effect.unresolved,
+        warning=effect.warning or "",
+    )
 
 
 def _scaled(value: float | None, measure: Measure, record: Record) -> float | None:
@@ -202,6 +287,15 @@ def paper_values(measure: Measure) -> dict[str, tuple[float, float]]:
     where the paper only bounds a value from above."""
     from figures import style
 
+    listed = style.published().get(measure.study, {}).get(measure.listed, {})
+    ends = {models: (float(values[measure.at]),) * 2 for models, values in listed.items()}
+    return {models: (low, high) for models, (low, high) in (ends | _under(measure)).items()}
+
+
+def _under(measure: Measure) -> dict[str, Any]:
+    """The paper's values where the measure says that they stand."""
+    from figures import style
+
     path = measure.paper or measure.effect
     known: Any = style.published()
     for part in (path if "." in path else f"{measure.study}.{path}").split("."):
@@ -213,8 +307,7 @@ def paper_values(measure: Measure) -> dict[str, tuple[float, float]]:
     kinds = {"points", "ranges", "at_most"}
     flat = known if not kinds & set(known) else {**known.get("points", {}), **known.get("ranges", {})}
     flat = flat | {models: [AT_MOST, value] for models, value in known.get("at_most", {}).items()}
-    ends = {models: value if isinstance(value, list) else [value, value] for models, value in flat.items()}
-    return {models: (low, high) for models, (low, high) in ends.items()}
+    return {models: value if isinstance(value, list) else [value, value] for models, value in flat.items()}
 
 
 def paper_words(measure: Measure) -> str:
@@ -226,8 +319,8 @@ def _span(low: float, high: float) -> str:
     from figures import style
 
     if low == AT_MOST:
-        return f"at most {style.number(high)}"
-    return style.number(low) if low == high else f"{style.number(low)} to {style.number(high)}"
+        return f"at most {style.as_published(high)}"
+    return style.as_published(low) if low == high else f"{style.as_published(low)} to {style.as_published(high)}"
 
 
 def _paper_span(measure: Measure) -> str:
@@ -297,8 +390,15 @@ def _line(ax: Axes, one: Cell, index: int, *, y: float, limits: tuple[float, flo
         return
     shade = style.lighter(colour, 0.45) if one.control else colour
     forest.whisker(ax, y, one, limits=limits, colour=shade)
-    ax.plot(one.value, y, marker, color=shade, markersize=5, markeredgewidth=0, zorder=4)
+    ax.plot(one.value, y, marker, color=shade, markersize=5, zorder=4, **_face(one))
     _beside(ax, one.numbers, y=y, colour=style.darker(colour))
+
+
+def _face(one: Cell) -> dict[str, Any]:
+    """A marker's face: what is below the noise floor is grey within its model's colour."""
+    from figures import style
+
+    return {"markerfacecolor": style.PALE, "markeredgewidth": 1} if one.unresolved else {"markeredgewidth": 0}
 
 
 def _beside(ax: Axes, words: str, *, y: float, colour: Any) -> None:
@@ -313,7 +413,7 @@ def _papers(ax: Axes, measure: Measure, *, y: float, limits: tuple[float, float]
         if high > low:
             ax.plot([limits[0] if low == AT_MOST else low, high], [y, y], color=style.INK, linewidth=1, zorder=4)
         for value in {low, high} - {AT_MOST}:
-            open_marker(ax, value, y, marker="<" if low == AT_MOST else "D")
+            open_marker(ax, value, y, marker=LEFT if low == AT_MOST else "D")
     if values:
         _beside(ax, f"published {_paper_span(measure)}", y=y, colour=style.GREY)
 
@@ -343,13 +443,11 @@ def panel_counts(ax: Axes, models: Models, counts: Counts) -> Said:
             if (cells := [cell(measure, found) for measure in counts.measures(curve)])
         ]
         if not any(drawn):
-            why = cell(counts.measures(counts.curves[0])[0], found).why
-            said.append(
-                (textwrap.shorten(f"{model}: {why}", 2 * LONGEST, placeholder=" \N{HORIZONTAL ELLIPSIS}"), colour)
-            )
+            said += words(f"{model}: {cell(counts.measures(counts.curves[0])[0], found).why}", colour)
+    left = -0.5 * shift * (len(models) - 1) - 0.12
     for curve in counts.curves:
         for at, value in counts.papers(curve):
-            open_marker(ax, at - 0.5 * shift * (len(models) - 1) - 0.12, value, marker=curve.marker)
+            open_marker(ax, at + left, value, marker=curve.marker)
     for y in (0, 1):
         ax.axhline(y, color=style.GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
     ax.set_xticks(range(len(counts.ks)), [str(k) for k in counts.ks])
@@ -357,7 +455,15 @@ def panel_counts(ax: Axes, models: Models, counts: Counts) -> Said:
     ax.set_ylabel("recovery R")
     low, high = ax.get_ylim()
     ax.set_ylim(max(low, _WIDEST[0]), min(high, _WIDEST[1]))
+    for at, value in {bound for curve in counts.curves for bound in counts.bounds(curve)}:
+        ax.plot([at + left] * 2, [ax.get_ylim()[0], value], color=style.INK, linewidth=1, zorder=4)
+        open_marker(ax, at + left, value, marker=DOWN)
     return said
+
+
+def words(text: str, colour: Any) -> Said:
+    """What is said above a panel, in lines that fit it."""
+    return [(line, colour) for line in textwrap.wrap(text, LINE, subsequent_indent="      ")]
 
 
 def _curve(ax: Axes, cells: Sequence[Cell], line: Any, index: int, *, shift: float) -> bool:
@@ -370,6 +476,8 @@ def _curve(ax: Axes, cells: Sequence[Cell], line: Any, index: int, *, shift: flo
     shade = style.lighter(colour, 0.3) if any(one.control for _, one in known) else colour
     ax.plot([x for x, _ in known], [one.value or 0.0 for _, one in known], color=shade, linewidth=1.2, **look)
     for x, one in known:
+        if one.unresolved:
+            ax.plot(x, one.value, marker, color=shade, markersize=4, zorder=3, **_face(one))
         if one.low is not None and one.high is not None:
             ax.plot([x, x], [one.low, one.high], color=shade, linewidth=1, alpha=0.6)
     return bool(known)
@@ -387,7 +495,8 @@ def captions(model: str, found: Found, studies: Iterable[str]) -> Iterator[str]:
         groups: dict[str, list[str]] = {}
         for study in wanted:
             if study in kept:
-                others = "".join(f", {key} {value}" for key, value in unusual(kept[study]).items())
+                others = ", of a record of all layouts" * (kept[study].provenance.config.get("layout") == ALL)
+                others += "".join(f", {key} {value}" for key, value in unusual(kept[study]).items())
                 groups.setdefault(_pairs(kept[study]), []).append(f"{study}{others}")
         pairs = "; ".join(f"{', '.join(named)}: {words}" for words, named in groups.items())
         yield f"{model}, {first.precision}, {first.dtype} on {first.device}. Pairs included: {pairs}."
@@ -435,3 +544,20 @@ def origins(models: Models) -> Iterator[str]:
             made = record.provenance
             commit = (made.git_commit or "unknown")[:8]
             yield f"{model}, {study}: `{made.command}`, commit {commit}, content {record.content_hash[:12]}"
+
+
+def warnings(measures: Iterable[Measure], models: Models) -> Iterator[str]:
+    """What the mark after a number says: each warning with the models and studies that it is about."""
+    about: dict[str, dict[str, None]] = {}
+    for measure in measures:
+        for model, found in models.items():
+            one = cell(measure, found)
+            if one.value is not None and one.warning:
+                about.setdefault(one.warning, {})[f"{model}, {measure.study}"] = None
+    for warning, named in about.items():
+        yield f"{WARNED} {warning.rstrip('.')}: {'; '.join(named)}."
+
+
+def unresolved(measures: Iterable[Measure], models: Models) -> bool:
+    """Whether any number that is shown is below the noise floor."""
+    return any(cell(measure, found).unresolved for measure in measures for found in models.values())
