@@ -32,7 +32,12 @@ if TYPE_CHECKING:
     from kvnotes.sweep import Trial
 
 TITLE = "SAE features: which read the conclusion, and which move the decision"
-MARGINS = {"single": "slot", "notes": "", "profile": "site layer", "margins": "site family count draw"}
+MARGINS = {
+    "single": "slot",
+    "notes": "",
+    "profile?": "site layer",  # of pairs of reserved scenarios that pass the gate
+    "margins": "site family count draw",
+}
 COUNTS = (1, 3, 10, 30)  # features clamped together, as the paper's
 ALL = "all"  # of them
 QUALITY = (

@@ -74,7 +74,8 @@ def export(
 
 @app.command()
 def verify(record: RecordFiles) -> None:
-    """Recompute every summary, hash, count, seed and id. Exits with 0 if all hold, 1 if not, 2 on a read error."""
+    """Recompute every summary, hash, count, seed and id. Exits with 0 if all hold, 1 if not, 2 if a file cannot be read
+    or a summary cannot be made again here."""
     from kvnotes import listing, verify
 
     out, found = report.console(), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvnotes.records import OtherSchema, Record, RecordError
 
 CURRENT, STALE, DAMAGED = "current", "stale", "damaged"
 UNKNOWN = "-"
+BEGINS = re.compile(rb'\s*\{\s*"schema_version"\s*:')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ def collect(given: Sequence[Path]) -> list[Path]:
 def misfits(record: Record) -> Iterator[str]:
     """Why the code of now does not fit a record: its study, settings, task or measures are other ones."""
     try:
-        runner.study_of(record)
+        study = runner.study_of(record)
         task = discover.task(record.task)
     except UnknownName as error:
         yield str(error)
@@ -59,10 +61,17 @@ def misfits(record: Record) -> Iterator[str]:
         return
     if record.layout != "all" and record.layout not in task.LAYOUTS:
         yield f"task {record.task} no longer has the layout {record.layout}"
-    wanted = {path[0] for paths in measures.declared(record.study).values() for path in paths}
+        return
     found = {name for one in record.instances for name in one.measures}
-    if found and (gone := sorted(wanted - found)):
+    if found and (gone := sorted(measures.expected(record.study) - found)):
         yield f"no instance has {', '.join(gone)}, which the study now measures"
+    made = {pair.id: pair for pair in runner.generate(study.config)}
+    kept = sum(one.id in made and runner.is_of(one, made[one.id]) for one in record.instances)
+    if not kept == len(made) == len(record.instances):
+        yield (
+            f"the task makes other pairs of its settings now: {kept} of its {len(record.instances)} are among them. It "
+            "stays valid, but cannot be made again or compared pair by pair"
+        )
 
 
 def _listed(path: Path) -> Listed:
@@ -101,7 +110,17 @@ def _listed(path: Path) -> Listed:
 
 def _inside(folder: Path) -> list[Path]:
     known = discover.studies()
-    found = sorted(p for p in folder.rglob("*.json") if p.resolve().parent.name in known and p.name[0] != ".")
+    files = (path for path in folder.rglob("*.json") if path.name[0] != "." and path.is_file())
+    found = sorted(path for path in files if path.resolve().parent.name in known or _begins_as_record(path))
     if not found:
         raise RecordError(f"{folder}: no record in this folder; they stand under results/<model>/<study>/.")
     return found
+
+
+def _begins_as_record(path: Path) -> bool:
+    """Whether a file in no known study's folder is meant as a record, such as one of a study that is gone."""
+    try:
+        with path.open("rb") as file:
+            return BEGINS.match(file.read(200)) is not None
+    except OSError:
+        return True  # whoever reads it will say why it cannot be read

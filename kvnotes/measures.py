@@ -8,8 +8,10 @@ these are known as places, by position in a list or by name in a mapping:
     layer      counted from 0
     head       a query head, in the order of the layers; by name `layer.head`
     kv_head    the same of KV heads
+    below      a layer up to which an edit reaches, itself not edited: the place is the last layer that is
 
-A path that is more exact than another (`places.*.margins.alone` than `places.*.margins`) takes its place.
+A path that is more exact than another (`places.*.margins.alone` than `places.*.margins`) takes its place. A path that
+ends in `?` may be missing from all instances of a run: `mean?` needs a model whose keys can be moved.
 """
 
 from __future__ import annotations
@@ -46,10 +48,19 @@ class Number:
 def declared(study: str) -> Declared:
     """A study's margins and the runner's. Raises UnknownName for an unknown study."""
     found: dict[int, dict[tuple[str, ...], Levels]] = {}
-    for text, levels in {**runner.MARGINS, **getattr(discover.study(study), "MARGINS", NOTHING)}.items():
-        path = tuple(text.split("."))
+    for text, levels in _margins(study).items():
+        path = tuple(text.removesuffix("?").split("."))
         found.setdefault(len(path), {})[path] = tuple(levels.split())
     return found
+
+
+def expected(study: str) -> set[str]:
+    """The measures that hold margins in every run of a study. Raises UnknownName for an unknown study."""
+    return {text.partition(".")[0] for text in _margins(study) if not text.endswith("?")}
+
+
+def _margins(study: str) -> Mapping[str, str]:
+    return {**runner.MARGINS, **getattr(discover.study(study), "MARGINS", NOTHING)}
 
 
 def numbers(one: Instance, margins: Declared, model: Model) -> Iterator[Number]:
@@ -147,6 +158,8 @@ class _Places:
             return self.names[position], {"position": position, "slot": self.names[position]}
         if level == "layer" and str(key).isdigit():
             return str(key), {"layer": int(key)}
+        if level == "below" and str(key).isdigit():
+            return str(key), {"layer": int(key) - 1}
         if level in ("head", "kv_head"):
             each = self.model.heads if level == "head" else self.model.kv_heads
             layer, head = divmod(key, each) if isinstance(key, int) else map(int, key.split("."))

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes import memory, planted, prompts, rows, weights
+from kvnotes import memory, planted, prompts, proofs, rows, weights
 from kvnotes.cache import Cells, KVState, Rotation
 from kvnotes.errors import KVNotesError, UnknownName
 from kvnotes.forward import Windows, decode, prefill
@@ -30,8 +30,6 @@ from kvnotes.sources import disk_errors
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 CHECK_TEXT = "Current state: status is pending, channel is web. If it is pending, approve; if shipped, deny.\n"
-# Largest logit error that the arithmetic of a dtype explains; a skipped cache or a wrong mask is off by far more.
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.25, torch.bfloat16: 1.0}
 STATEFUL = {
     "mamba": "a recurrent state-space model",
     "rwkv": "a recurrent model",
@@ -94,7 +92,7 @@ class Model:
     @property
     def tolerance(self) -> float:
         """Largest logit error that the dtype's arithmetic explains."""
-        return TOLERANCE[self.dtype]
+        return proofs.TOLERANCE[str(self.dtype).removeprefix("torch.")]
 
     @property
     def mixes_experts(self) -> bool:
@@ -142,7 +140,7 @@ def load(name: str, *, device: str, dtype: str) -> Model:
     with _runs(name):
         checks = self_check(booted)
         turns = _turns(booted)
-    floor = float(checks["cached decode equals full forward"].value or 0.0)
+    floor = float(checks[proofs.DECODE].value or 0.0)
     rotation = booted.model.rotation if turns else None
     return replace(booted.model, checks=checks, noise_floor=floor, rotation=rotation)
 
@@ -225,22 +223,19 @@ def self_check(booted: Unproved) -> dict[str, Bounded]:
     edited = past.replace(Cells(positions=None), _noise_like(past))
     moved = decode(model, [edited], tokens[split:], start=split, read=[0])[0, 0]
     errors = {
-        "bridge equals plain transformers": _size(bridged - reference),
-        "explicit masks equal the model's own": _size(full - reference),
-        "cached decode equals full forward": _size(cached - full),
+        proofs.BRIDGE: _size(bridged - reference),
+        proofs.MASKS: _size(full - reference),
+        proofs.DECODE: _size(cached - full),
     }
     if model.twin is not None:
-        errors["an edited row equals the copied cache"] = _row_error(model, past, tokens)
-    reach = {
-        "a cache edit moves the logits": _size(moved - cached),
-        "a hook moves the logits": _size(_hooked(model, tokens) - bridged),
-    }
-    least = 10 * max(*errors.values(), 1e-5)  # an effect must stand well above this model's own errors
+        errors[proofs.ROW] = _row_error(model, past, tokens)
+    reach = {proofs.EDIT: _size(moved - cached), proofs.HOOK: _size(_hooked(model, tokens) - bridged)}
+    least = proofs.least_effect(errors)
     checks = {what: Bounded(value=v, bound=model.tolerance, passed=v <= model.tolerance) for what, v in errors.items()}
     checks |= {what: Bounded(value=v, bound=least, passed=v > least) for what, v in reach.items()}
-    checks["a prefix does not depend on what follows"] = _prefix_check(model, tokens, state)
+    checks[proofs.STABLE] = _prefix_check(model, tokens, state)
     same = past.fingerprint() == before
-    checks["a forward leaves its state unchanged"] = Bounded(value=float(not same), bound=0.0, passed=same)
+    checks[proofs.SAME] = Bounded(value=float(not same), bound=0.0, passed=same)
     for what, check in checks.items():
         if not check.passed:
             raise ModelError(

@@ -263,6 +263,15 @@ class Summary(_Frozen):
     notes: tuple[str, ...]
     headline: str
 
+    @model_validator(mode="after")
+    def _effects_differ(self) -> Summary:
+        counted = Counter((one.name, one.layout, one.gated) for one in self.effects)
+        if repeated := [key for key, n in counted.items() if n > 1]:
+            name, layout, gated = repeated[0]
+            gate = "gated" if gated else "ungated"
+            raise ValueError(f"the effect {name!r} ({layout}, {gate}) occurs more than once")
+        return self
+
 
 class Check(_Frozen):
     """An identity or control that a run had to keep."""

@@ -93,9 +93,11 @@ def listing(found: Sequence[Listed], out: Console) -> None:
 
 
 def verdict(found: Verdict, out: Console) -> None:
-    """Print whether a record holds, and every part of it that does not or that could not be checked."""
-    wrong = any(finding.state != "unchecked" or finding.fatal for finding in found.findings)
-    said = Text("FAIL ", style=BAD) if wrong else Text("holds ", style=GOOD)
+    """Print whether a record holds, and every part of it that does not or that could not be checked; "partly" where its
+    summary is such a part."""
+    wrong = any(finding.state in ("wrong", "unreadable") for finding in found.findings)
+    partly = any(finding.state == "unchecked" and finding.fatal for finding in found.findings)
+    said = Text("FAIL ", style=BAD) if wrong else Text("partly ", style=BAD) if partly else Text("holds ", style=GOOD)
     out.print(said.append(str(found.path), style=""), soft_wrap=True)
     for finding in found.findings:
         _print_finding(finding, out)
@@ -362,7 +364,7 @@ def _largest_change(pairs: Iterable[tuple[Instance, Instance]]) -> Change | None
     largest, found = 0.0, None
     for x, y in pairs:
         left, right = (_flat(one.id, dict(one.measures)) for one in (x, y))
-        for name in left.keys() & right.keys():
+        for name in (key for key in left if key in right):  # in the order of A: of equal changes the first
             a, b = left[name], right[name]
             if isinstance(a, int | float) and isinstance(b, int | float) and abs(b - a) > largest:
                 largest, found = abs(b - a), Change(name=name, a=a, b=b)
@@ -371,7 +373,7 @@ def _largest_change(pairs: Iterable[tuple[Instance, Instance]]) -> Change | None
 
 def _other_parts(a: Record, b: Record) -> Iterator[str]:
     """Parts that the rest of a Difference does not cover."""
-    for name in ("title", "checks", "arrays"):
+    for name in ("title", "plan", "checks", "arrays", "vocabulary"):
         if getattr(a, name) != getattr(b, name):
             yield name
     for name in ("tables", "notes", "headline"):

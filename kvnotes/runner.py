@@ -49,7 +49,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvnotes import commandline, discover, effects, provenance, records, report, vocabulary, weights
+from kvnotes import commandline, discover, effects, proofs, provenance, records, report, vocabulary, weights
 from kvnotes import config as configs
 from kvnotes.config import RunConfig
 from kvnotes.errors import IdentityFailed, KVNotesError, UnknownName
@@ -71,8 +71,8 @@ Inside = Callable[[int, int], None]
 MARGINS = {"unedited": "arm", "full": "arm"}
 RECOMPUTED = "the summary was recomputed from the instances at commit "
 UNITS = {
-    "prefix deviation": "largest difference of any cell",
-    "cached decode equals full forward": "margin error in logits, over all pairs",
+    proofs.PREFIX: "largest difference of any cell",
+    proofs.DECODE: "margin error in logits, over all pairs",
     "other": "margin error, in units of the gap",
 }
 
@@ -370,12 +370,10 @@ def _both(first: Finished, last: Finished) -> Finished:
 
 
 def _bound(identity: str, model: Model, config: RunConfig) -> float:
-    """How far from 0 an identity may be. In half precision the margins' own noise is the bound, where it is larger."""
-    if identity == "prefix deviation":
-        return 0.0
-    if identity == "cached decode equals full forward":
-        return model.tolerance
-    return config.identity if config.dtype == "float32" else max(config.identity, model.noise_floor)
+    exact = config.dtype == "float32"
+    return proofs.bound(
+        identity, tolerance=model.tolerance, floor=model.noise_floor, identities=config.identity, exact=exact
+    )
 
 
 def _instance(trial: Trial, measures: Mapping[str, Any], config: RunConfig, seconds: float) -> Instance:
@@ -447,6 +445,11 @@ def labels(pair: Pair) -> dict[str, Any]:
     """What a record says of an instance before anything is measured."""
     names = ("id", "scenario", "domain", "layout", "kind", "group", "seed")
     return {**{name: getattr(pair, name) for name in names}, "balance": dict(pair.balance)}
+
+
+def is_of(one: Instance, pair: Pair) -> bool:
+    """Whether an instance is of this pair, by all that a record says of it but its measurement."""
+    return all(getattr(one, name) == value for name, value in labels(pair).items())
 
 
 def _spans(pair: TokenPair) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes import attribution, checks, hooks, memory, plan, readout, rows
+from kvnotes import attribution, checks, hooks, memory, plan, proofs, readout, rows
 from kvnotes.cache import CacheError, Cells, KVState
 from kvnotes.forward import arms, decode, forward
 from kvnotes.instance import TokenPair
@@ -191,10 +191,10 @@ class Trial:
         echoes = self.echoes or [("base", _decode_margins(self, [self.states["base"]])[0])]
         errors = [abs(echo - getattr(self.unedited, into)) for into, echo in echoes]
         return {
-            "prefix deviation": self.states["base"].deviation(self.states["target"], start=0, stop=start),
-            "cached decode equals full forward": _decode_error(self.full, self.unedited),
-            "empty edit equals base": float(torch.tensor(errors).max()) / scale,  # which keeps a NaN, max may lose it
-            "full-downstream equals target": abs(self.full_downstream - self.unedited.target) / scale,
+            proofs.PREFIX: self.states["base"].deviation(self.states["target"], start=0, stop=start),
+            proofs.DECODE: _decode_error(self.full, self.unedited),
+            proofs.EMPTY: float(torch.tensor(errors).max()) / scale,  # which keeps a NaN, max may lose it
+            proofs.WHOLE: abs(self.full_downstream - self.unedited.target) / scale,
         }
 
     # --- what an unedited run holds -----------------------------------------------------------------------------

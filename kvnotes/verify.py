@@ -16,31 +16,42 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from kvnotes import config as configs
-from kvnotes import discover, measures, records, runner, weights
+from kvnotes import discover, effects, measures, proofs, records, runner, vocabulary, weights
 from kvnotes.errors import KVNotesError
-from kvnotes.instance import Arm, Pair
+from kvnotes.instance import Arm, Pair, Piece
 from kvnotes.provenance import SOURCES
 from kvnotes.records import Gate, Instance, Record, RecordError, Tokens
 from kvnotes.runner import Study
 
-State = Literal["wrong", "unchecked", "unreadable"]
+State = Literal["wrong", "unchecked", "unreadable", "hint"]
 CLOSE, TINY = 1e-6, 1e-9  # how far a recomputed number may be off, relative and absolute: last digits, and no more
 MOST = 5  # differences of one part that are told one by one
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
+RECOMPUTED = re.compile(re.escape(runner.RECOMPUTED) + rf"({COMMIT.pattern}|None)")  # None: outside of a checkout
+FATAL = {"summary"}  # a record of which these were not checked is verified in part only
+# the parts that the code of now makes again, and of what code: where that has changed, they may be older code's
+MADE_BY = {
+    **dict.fromkeys(("instances", "tokens", "vocabulary"), ("tasks",)),
+    **dict.fromkeys(("title", "checks", "plan"), SOURCES),
+}
 IDENTITY = ("weights_sha256", "tokenizer_sha256", "files_sha256")
+TEMPLATE = "template.before"
+TEMPLATE_END = Piece(text="", role="template", key="after")
 Prompt = tuple[str, str]  # the tokenizer and the text
 Spoken = Mapping[Prompt, tuple[int, ...]]  # the tokens of each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What is wrong with a part of a record; or why it could not be checked, which fails only where it is `fatal`."""
+    """What is wrong with a part of a record; or why it could not be checked, which fails only where it is `fatal`; or a
+    hint at the cause of what is wrong."""
 
     part: str
     what: str
@@ -60,11 +71,10 @@ class Verdict:
 
 
 class Unchecked(KVNotesError):
-    """A part that cannot be checked here, and why."""
+    """What of a part cannot be checked here, and why. A check yields it and goes on, or raises it."""
 
-    def __init__(self, why: str, *, fatal: bool = False) -> None:
-        super().__init__(why)
-        self.fatal = fatal
+
+Check = Callable[["Subject"], Iterable[str | Unchecked]]
 
 
 def verify(path: Path) -> Verdict:
@@ -76,12 +86,7 @@ def verify(path: Path) -> Verdict:
         return Verdict(path=path, record=None, findings=(Finding(part="file", what=what, state="unreadable"),))
     subject = Subject(record, path)
     found = [one for part, check in CHECKS.items() for one in _findings(part, check, subject)]
-    if {one.part for one in found if one.state == "wrong"} == {"summary"} and (commit := _older(record)):
-        what = (
-            f"the summary is of older code: it was made at commit {commit[:12]}, and the code has changed since. "
-            f"If nobody changed its numbers, `kvnotes summarise {path}` makes it anew."
-        )
-        found.append(Finding(part="summary", what=what))
+    found += _hints(record, path, {one.part: None for one in found if one.state == "wrong"})
     spoken = {} if any(one.part in ("instances", "tokens") for one in found) else subject.spoken
     return Verdict(path=path, record=record, findings=tuple(found), checked=len(CHECKS), spoken=spoken)
 
@@ -112,9 +117,10 @@ def between(verdicts: Sequence[Verdict]) -> list[tuple[Path, Finding]]:
 
 
 def code(findings: Iterable[Finding]) -> int:
-    """The exit code: 0 where all holds, 1 where something does not, 2 where a file or a part cannot be read."""
-    wanted = [one for one in findings if one.state != "unchecked" or one.fatal]
-    return 2 if any(one.state != "wrong" for one in wanted) else 1 if wanted else 0
+    """The exit code: 0 where all holds, 1 where something does not, 2 where a file cannot be read, or where all that
+    could be checked holds and a summary was not."""
+    states = {one.state for one in findings if one.state != "unchecked" or one.fatal}
+    return 2 if "unreadable" in states else 1 if "wrong" in states else 2 if "unchecked" in states else 0
 
 
 # --- a record and what it is held beside ------------------------------------------------------------------
@@ -140,6 +146,12 @@ class Subject:
         return {pair.id: pair for pair in runner.generate(self.study.config)}
 
     @cached_property
+    def known(self) -> Mapping[str, Pair]:
+        """The pairs made again that instances of the record are of, by id: not those that bear such an id only."""
+        given = ((one, self.pairs.get(one.id)) for one in self.record.instances)
+        return {one.id: pair for one, pair in given if pair is not None and runner.is_of(one, pair)}
+
+    @cached_property
     def measured(self) -> tuple[Instance, ...]:
         """The instances with numbers."""
         return tuple(one for one in self.record.instances if one.status != "skipped")
@@ -155,7 +167,7 @@ class Subject:
         for one in self.measured:
             for name in ("base", "target"):
                 if one.tokens is not None:
-                    pair = self.pairs.get(one.id)
+                    pair = self.known.get(one.id)
                     text = None if pair is None else _text(getattr(pair, name), model.template)
                     key = None if text is None else (str(model.tokenizer_sha256), text)
                     yield one, key, getattr(one.tokens, name)
@@ -166,18 +178,28 @@ def _text(arm: Arm, template: tuple[str, str]) -> str:
     return before + arm.user_text + after + arm.answer_text
 
 
-def _findings(part: str, check: Callable[[Subject], Iterable[str]], subject: Subject) -> list[Finding]:
+def _findings(part: str, check: Check, subject: Subject) -> list[Finding]:
+    wrong: list[str] = []
+    unchecked: list[Finding] = []
     try:
-        found = list(check(subject))
+        for what in check(subject):
+            if isinstance(what, str):
+                wrong.append(what)
+            else:
+                unchecked.append(_unchecked(part, str(what)))
     except Unchecked as why:
-        return [Finding(part=part, what=str(why), state="unchecked", fatal=why.fatal)]
+        unchecked.append(_unchecked(part, str(why)))
     except ModuleNotFoundError as error:
         what = f"{error.name} is not installed: this needs the models extra, `make setup`"
-        return [Finding(part=part, what=what, state="unchecked")]
+        unchecked.append(Finding(part=part, what=what, state="unchecked"))
     except Exception as error:  # a study's code may fail in any way on measures that are not its own
-        return [Finding(part=part, what=f"cannot be recomputed: {type(error).__name__}: {error}")]
-    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
-    return [Finding(part=part, what=what) for what in [*found[:MOST], *more]]
+        wrong.append(f"cannot be recomputed: {type(error).__name__}: {error}")
+    more = [f"and {len(wrong) - MOST} more"] if len(wrong) > MOST else []
+    return [*(Finding(part=part, what=what) for what in [*wrong[:MOST], *more]), *unchecked]
+
+
+def _unchecked(part: str, why: str) -> Finding:
+    return Finding(part=part, what=why, state="unchecked", fatal=part in FATAL)
 
 
 # --- one part each ----------------------------------------------------------------------------------------
@@ -223,14 +245,21 @@ def _arrays(subject: Subject) -> Iterator[str]:
     yield from _differences(said, {name: tuple(array.shape) for name, array in arrays.items()})
 
 
-def _model(subject: Subject) -> Iterator[str]:
+def _title(subject: Subject) -> Iterator[str]:
+    said, wanted = subject.record.title, subject.study.module.TITLE
+    if said != wanted:
+        yield f"it is {said!r}, the study's is {wanted!r}"
+
+
+def _model(subject: Subject) -> Iterator[str | Unchecked]:
     """Weights or precision other than the registry's of that name."""
     model = subject.record.model
     if model.name not in weights.known_models():
-        raise Unchecked(f"{model.name} is no model of the registry, so what its hashes must be is not known")
+        raise Unchecked(f"{', '.join(IDENTITY)}: {model.name} is no model of the registry")
     entry = weights.load_entry(model.name)
     if entry.gguf is None:
-        raise Unchecked(f"the registry has no hash of {model.name}: it comes from the hub")
+        raise Unchecked(f"{', '.join(IDENTITY)}: the registry has none of {model.name}, which comes from the hub")
+    yield Unchecked(f"{', '.join(IDENTITY[1:])}: the registry has none; records of a model are held to each other's")
     if model.weights_sha256 != entry.gguf.sha256:
         said = (model.weights_sha256 or "nothing")[:12]
         yield f"weights_sha256 is {said}, that of {model.name} in the registry {entry.gguf.sha256[:12]}"
@@ -244,7 +273,7 @@ def _instances(subject: Subject) -> Iterator[str]:
     wanted = subject.pairs
     yield from (f"{name} is missing: the settings give it" for name in wanted if name not in here)
     yield from (f"{name} is not among those that the settings give" for name in here if name not in wanted)
-    for name in here.keys() & wanted.keys():
+    for name in (name for name in here if name in wanted):
         made = runner.labels(wanted[name])
         yield from _differences({key: _json(getattr(here[name], key)) for key in made}, _json(made), name)
     if here.keys() == wanted.keys() and [*here] != [*wanted]:
@@ -301,9 +330,10 @@ def _tokens(subject: Subject) -> Iterator[str]:
             yield f"{one.id}: its prompt has other tokens than the same text in another instance"
     first: dict[tuple[str, str], int] = {}
     for one in subject.measured:
-        pair = subject.pairs.get(one.id)
+        pair = subject.known.get(one.id)
         if pair is None or one.tokens is None:
             continue
+        yield from (f"{one.id}: {what}" for what in _span_faults(one, pair))
         for arm, token in ((pair.base, one.tokens.base_action), (pair.target, one.tokens.target_action)):
             if first.setdefault((arm.answer_text, arm.action), token) != token:
                 yield f"{one.id}: {arm.action!r} begins with token {token}, in another instance with another one"
@@ -326,43 +356,121 @@ def _pair_faults(one: Instance, tokens: Tokens, query: int) -> Iterator[str]:
         yield "its spans do not hold every token once"
 
 
+def _span_faults(one: Instance, pair: Pair) -> Iterator[str]:
+    """Spans that the prompt does not have, or not in this order. A piece may have no token of its own; a token of no
+    piece is called the template's."""
+    pieces = iter([piece.span for piece in (*pair.base.user, TEMPLATE_END, *pair.base.answer)])
+    starts = sorted((low, span) for span, ranges in one.spans.items() for low, _ in ranges if span != TEMPLATE)
+    for span, _ in groupby(span for _, span in starts):
+        if span not in pieces:  # the search goes on from where the one before was found
+            yield f"its prompt has no span {span!r} there"
+            return
+
+
+def _vocabulary(subject: Subject) -> Iterator[str | Unchecked]:
+    """Texts of tokens that do not make the prompts' texts, nor begin the actions."""
+    texts, loose = subject.record.vocabulary, False
+    if not texts:
+        return
+    for one, key, ids in subject.prompts():
+        spelt = key is None or vocabulary.spell([texts[str(i)] for i in ids], key[1])
+        loose |= spelt is None
+        if spelt is False:
+            yield f"{one.id}: the texts of its tokens are not its prompt"
+    for one in subject.measured:
+        pair = subject.known.get(one.id)
+        if pair is not None and one.tokens is not None:
+            for arm, token in ((pair.base, one.tokens.base_action), (pair.target, one.tokens.target_action)):
+                if not vocabulary.begins(texts[str(token)], arm.action):
+                    yield f"{one.id}: {arm.action!r} does not begin with {texts[str(token)]!r}, its first token's text"
+    if loose:
+        yield Unchecked("white space, letter case or the form of characters, which differ from the prompts'")
+
+
 def _measures(subject: Subject) -> Iterator[str]:
     """Lists of the wrong length, and recoveries and probabilities that are not those of their margins."""
     margins = measures.declared(subject.record.study)
+    floor = _loaded_floor(subject.record)
     for one in subject.measured:
         yield from (f"{one.id}: {what}" for what in measures.misshapen(one, margins, subject.record.model))
-        known = one.measures.get("margins", {})
-        made = {"recovery": lambda m, one=one: measures.recovery(one, m), "p_two": _p_two}
+        known = _numbers(one.measures.get("margins"))
+        noise = max(floor, proofs.decode_error(one))
+        made = {"recovery": lambda m, one=one, noise=noise: _recovery(one, m, noise), "p_two": _p_two}
         for name, derive in made.items():
-            said = one.measures.get(name)
-            if isinstance(said, Mapping):
-                wanted = {key: None if said[key] is None else derive(known[key]) for key in said if key in known}
-                yield from _differences({key: said[key] for key in wanted}, wanted, f"{one.id}: {name}")
+            said = one.measures.get(name, 0.0)
+            if known and (said is None or isinstance(said, Mapping)):
+                kept = said if said is None else {key: value for key, value in said.items() if key in known}
+                wanted = {key: derive(margin) for key, margin in known.items()}
+                yield from _differences(kept, wanted, f"{one.id}: {name}")
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    """The numbers of a mapping; nothing of anything else."""
+    given = value.items() if isinstance(value, Mapping) else ()
+    return {key: one for key, one in given if isinstance(one, int | float) and not isinstance(one, bool)}
+
+
+def _recovery(one: Instance, margin: float, noise: float) -> float | None:
+    """As a trial gives it: none where the gap is not above the noise."""
+    return measures.recovery(one, margin) if abs(effects.gap(one)) > noise else None
 
 
 def _p_two(margin: float) -> float:
     return 0.5 * (1 + math.tanh(margin / 2))
 
 
-def _checks(subject: Subject) -> Iterator[str]:
-    """Identities that did not hold, and a noise floor below the noise that the instances show."""
-    for check in subject.record.checks:
-        holds = check.value is not None and check.bound is not None and check.value <= check.bound
-        if not (holds and check.passed):
-            yield f"{check.name!r} is {check.value} (bound {check.bound}), and said to have {_verb(check.passed)}"
-    for name, own in subject.record.model.self_check.items():
-        if not own.passed:
-            yield f"the model's self-check {name!r} failed"
-    floor = float(subject.record.model.noise_floor or 0.0)
-    for one in subject.measured:
-        both = [one.measures.get(name, {}) for name in runner.MARGINS]
-        worst = max((abs(both[0][arm] - both[1][arm]) for arm in both[0] if arm in both[1]), default=0.0)
-        if worst > floor * (1 + CLOSE):
-            yield f"{one.id}: the cached decode is {worst:.3g} off the full forward, above the noise floor {floor:.3g}"
+def _checks(subject: Subject) -> Iterator[str | Unchecked]:
+    """Proofs that are missing, did not hold, have another bound, or another value than the instances give; and a noise
+    floor that is not theirs."""
+    record, config = subject.record, subject.study.config
+    yield from proofs.self_check_faults(record.model)
+    found = {check.name: check for check in record.checks}
+    yield from (f"{name!r} is missing" for name in proofs.IDENTITIES if name not in found)
+    if len(found) < len(record.checks):
+        yield "a check stands twice"
+    floor, exact = _loaded_floor(record), record.model.dtype == "float32"
+    tolerance = record.model.self_check.get(proofs.DECODE)
+    for name, check in found.items():
+        if not (check.passed and check.value is not None and check.bound is not None and check.value <= check.bound):
+            said = "passed" if check.passed else "failed"
+            yield f"{name!r} is {check.value} (bound {check.bound}), and said to have {said}"
+        bound = proofs.bound(
+            name,
+            tolerance=proofs.TOLERANCE.get(record.model.dtype, float((tolerance and tolerance.bound) or 0.0)),
+            floor=floor,
+            identities=config.identity,
+            exact=exact,
+        )
+        if check.bound != bound:
+            yield f"the bound of {name!r} is {check.bound}, {bound} is wanted"
+    yield from _recomputed_checks(subject, {name: check.value for name, check in found.items()})
+    worst = float((proofs.DECODE in found and found[proofs.DECODE].value) or 0.0)
+    yield from _differences(record.model.noise_floor, max(floor, worst), "noise floor")
 
 
-def _verb(passed: bool) -> str:
-    return "passed" if passed else "failed"
+def _recomputed_checks(subject: Subject, said: Mapping[str, float | None]) -> Iterator[str | Unchecked]:
+    """The identities' values beside those that the instances' own measures give."""
+    study = subject.study
+    own = study.module.identities if study.asks("identities") else None
+    try:
+        made = proofs.identities(subject.measured, own)
+    except AttributeError as error:
+        yield Unchecked(f"the study's own identities, which are not of its measures alone: {error}")
+        made = proofs.identities(subject.measured, None)
+    for name, wanted in made.items():
+        value = said.get(name)
+        if value is None:
+            yield f"{name!r} has no value: the instances give {wanted:.3g}"
+        elif name == proofs.DECODE and study.asks("prepare") and value > wanted and not _same(value, wanted):
+            yield Unchecked(f"{name!r} of the first of two passes, {value:.3g}: the margins kept are the second's")
+        elif not _same(value, wanted):
+            yield f"{name!r} is {_short(value)} in the record, {_short(wanted)} recomputed"
+
+
+def _loaded_floor(record: Record) -> float:
+    """The model's own noise floor, as its self-check measured it."""
+    own = record.model.self_check.get(proofs.DECODE)
+    return float((own and own.value) or 0.0)
 
 
 def _plan(subject: Subject) -> Iterator[str]:
@@ -382,28 +490,35 @@ def _summary(subject: Subject) -> Iterator[str]:
         made = runner.summary_of(subject.study, subject.record, subject.path)
     except RecordError as error:
         raise Unchecked(f"its arrays cannot be read: {error}") from error
-    yield from _differences(_by_name(subject.record.summary), _by_name(made))
+    said, wanted = _by_name(subject.record.summary), _by_name(made)
+    yield from _differences(said, wanted)
+    if said["effects"].keys() == wanted["effects"].keys() and [*said["effects"]] != [*wanted["effects"]]:
+        yield "effects: they stand in another order than recomputed"
 
 
 def _by_name(summary: records.Summary) -> dict[str, Any]:
-    """A summary with its effects by what they are, less the note that says when it was recomputed."""
+    """A summary with its effects by what they are, less the last note where it says when it was recomputed and no
+    more."""
     made = summary.model_dump(mode="json")
-    made["notes"] = [note for note in made["notes"] if not note.startswith(runner.RECOMPUTED)]
+    if made["notes"] and RECOMPUTED.fullmatch(made["notes"][-1]):
+        del made["notes"][-1]
     made["effects"] = {
         f"{one['name']} ({one['layout']}, {'gated' if one['gated'] else 'ungated'})": one for one in made["effects"]
     }
     return made
 
 
-CHECKS: Mapping[str, Callable[[Subject], Iterable[str]]] = {
+CHECKS: Mapping[str, Check] = {
     "content hash": _content,
     "inclusion": _inclusion,
     "settings": _settings,
+    "title": _title,
     "arrays": _arrays,
     "model": _model,
     "instances": _instances,
     "gate": _gates,
     "tokens": _tokens,
+    "vocabulary": _vocabulary,
     "measures": _measures,
     "checks": _checks,
     "plan": _plan,
@@ -445,16 +560,40 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _older(record: Record) -> str | None:
-    """The commit that made the summary, where the code that makes summaries has changed since; None where it has not,
-    or where that is not known."""
-    notes = [note for note in record.summary.notes if note.startswith(runner.RECOMPUTED)]
-    commit = notes[-1].removeprefix(runner.RECOMPUTED) if notes else record.provenance.git_commit
-    if commit is None or not COMMIT.fullmatch(commit):
+# --- older code -------------------------------------------------------------------------------------------
+
+
+def _hints(record: Record, path: Path, wrong: Iterable[str]) -> Iterator[Finding]:
+    """Of the parts that are wrong, those that code made which has changed since. Nothing tells what older code made
+    from what somebody changed: they stay wrong."""
+    parts = [*wrong]
+    commit = record.provenance.git_commit
+    for part in (part for part in parts if part in MADE_BY):
+        sources = MADE_BY[part]
+        if commit is not None and changed_since(commit, sources):
+            whose = "the task's code" if sources == ("tasks",) else "the code"
+            what = (
+                f"{whose} has changed since the record's commit {commit[:12]}: if nobody changed the record, it stays "
+                "valid, but the code of now cannot make it again"
+            )
+            yield Finding(part=part, what=what, state="hint")
+    notes = [note for note in record.summary.notes if RECOMPUTED.fullmatch(note)]
+    made = notes[-1].removeprefix(runner.RECOMPUTED) if notes else commit
+    if parts == ["summary"] and made is not None and changed_since(made, SOURCES):
+        what = (
+            f"the summary is of older code: it was made at commit {made[:12]}, and the code has changed since. "
+            f"If nobody changed its numbers, `kvnotes summarise {path}` makes it anew."
+        )
+        yield Finding(part="summary", what=what, state="hint")
+
+
+def changed_since(commit: str, sources: Sequence[str], *, root: Path = discover.ROOT) -> bool | None:
+    """Whether these folders of a checkout are others than at a commit; None where that is not known."""
+    if not COMMIT.fullmatch(commit):
         return None
-    command = ["git", "diff", "--quiet", commit, "--", *SOURCES]
+    command = ["git", "diff", "--quiet", commit, "--", *sources]
     try:
-        done = subprocess.run(command, cwd=discover.ROOT, capture_output=True, timeout=30, check=False)  # noqa: S603
+        done = subprocess.run(command, cwd=root, capture_output=True, timeout=30, check=False)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit if done.returncode == 1 else None
+    return {0: False, 1: True}.get(done.returncode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvnotes.errors import KVNotesError
 from kvnotes.records import Instance, Record
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+LOST = "\N{REPLACEMENT CHARACTER}"  # in the place of what no token can show
 # what could hide text in a terminal, and that a record refuses: all controls but tab and line ends
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
@@ -35,7 +37,7 @@ def _piece(tokenizer: Any, i: int) -> str:
     token = tokenizer.convert_ids_to_tokens(i)
     if isinstance(token, str) and token.startswith(SPACE) and not text.startswith(" "):
         text = f" {text}"
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    return _CONTROL.sub(LOST, text)
 
 
 def of_record(record: Record) -> dict[str, str]:
@@ -58,3 +60,28 @@ def of_record(record: Record) -> dict[str, str]:
         f"token texts: the tokenizer of {name} that the record was measured with is not in the cache, so they are "
         f"left out; `make models MODEL={name}` brings that of a registry model"
     )
+
+
+def spell(texts: Sequence[str], prompt: str) -> bool | None:
+    """Whether the texts of a prompt's tokens, one after the other, are its text; the first may stand before it, as a
+    special token that the tokenizer adds does. None where only white space, letter case or the form of characters
+    differ, which some tokenizers change."""
+    if any(_pattern(texts[skipped:]).fullmatch(prompt) for skipped in (0, 1)):
+        return True
+    plain, bare = [_bare(text) for text in texts], _bare(prompt)
+    return None if any(_pattern(plain[skipped:]).fullmatch(bare) for skipped in (0, 1)) else False
+
+
+def begins(text: str, word: str) -> bool:
+    """Whether a token's text can be the beginning of a word."""
+    return _pattern([_bare(text)]).match(_bare(word)) is not None
+
+
+def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
+    """What the joined texts match: a run of U+FFFD stands for a character or more that no token holds whole."""
+    parts = re.split(f"{LOST}+", "".join(texts))
+    return re.compile("[^\\t\\n\\r -~]+".join(map(re.escape, parts)))
+
+
+def _bare(text: str) -> str:
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())

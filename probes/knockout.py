@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 TITLE = "Knockout: the notes that must go for the decision to fall back"
 MARGINS = {
     "single": "slot",
-    **dict.fromkeys(("resample", "mean", "block", "own"), "dose"),
+    **dict.fromkeys(("resample", "block", "own"), "dose"),
+    "mean?": "dose",  # a model whose keys cannot be moved has no class means
     "random": "way dose draw",
-    **dict.fromkeys(("from", "up_to"), "dose layer"),
+    "from": "dose layer",
+    "up_to": "dose below",
     "mirror": "",
 }
 DOSES = (1, 2, 4, 8, 16, 32)
