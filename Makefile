@@ -72,23 +72,23 @@ probes: $(addprefix probe-,$(STUDIES)) ## every study, one after the other, and 
 
 OTHERS := $(filter-out MODEL PAIR WORDING,TASK LAYOUT N SEED LENGTH DEVICE DTYPE ENGINE MEMORY RESULTS)
 DRAW = $(PY) -m figures.build $(if $(RESULTS),$(call quote,$(RESULTS)) --out $(call quote,$(RESULTS)/figures),results)
-# a page shows one layout; LAYOUT=all measures every one, and the pages show the default
-PAGES = $(if $(filter all,$(LAYOUT)),,$(call flag,LAYOUT,layout))
-# several studies on MODELS, then their pages: $(call side-by-side,pages,studies,settings that are taken away)
-define side-by-side
-	+@set -e; for model in $(MODELS); do for study in $(2); do \
-	  $(MAKE) --no-print-directory probe-$$study $(3) MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
-	$(DRAW) $(PAGES) $(foreach page,$(1),--only $(page)) $(foreach m,$(MODELS),--model $(call quote,$(m)))
-endef
+# several studies on MODELS: $(call on-models,studies,settings that are taken away)
+on-models = +@set -e; for model in $(MODELS); do for study in $(1); do \
+	  $(MAKE) --no-print-directory probe-$$study $(2) MODEL=$$model $(foreach v,$(OTHERS),$(if $($(v)),$(v)=$(call quote,$($(v))))); done; done
+# and their pages: $(call pages,names). A page shows one layout; LAYOUT=all measures every one, and the pages show the default
+pages = $(DRAW) $(if $(filter all,$(LAYOUT)),,$(call flag,LAYOUT,layout)) $(foreach page,$(1),--only $(page)) \
+	  $(foreach m,$(MODELS),--model $(call quote,$(m)))
 
 # each study has its own kind of pair, so PAIR= and WORDING= are taken away, which make would hand on by itself
 FAMILY := locality dissociation specificity injection timing
 families: $(READY) ## the paper's tables 3 and 4: five studies on MODELS="a b", side by side
-	$(call side-by-side,table3 table4,$(FAMILY),PAIR= WORDING=)
+	$(call on-models,$(FAMILY),PAIR= WORDING=)
+	$(call pages,table3 table4)
 
 CIRCUIT := heads direction attribution scrubbing sae
 circuit: $(READY) ## the paper's figure 15 and table 5: the five circuit studies on MODELS="a b"
-	$(call side-by-side,fig15 table5,$(CIRCUIT))
+	$(call on-models,$(CIRCUIT))
+	$(call pages,fig15 table5)
 
 calibrate: $(READY) ## every study on every planted model, expected beside measured
 	$(PY) -m kvnotes.cli calibrate $(call flag,RESULTS,results)

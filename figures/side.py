@@ -476,7 +476,7 @@ def _curve(ax: Axes, cells: Sequence[Cell], line: Any, index: int, *, shift: flo
     shade = style.lighter(colour, 0.3) if any(one.control for _, one in known) else colour
     ax.plot([x for x, _ in known], [one.value or 0.0 for _, one in known], color=shade, linewidth=1.2, **look)
     for x, one in known:
-        if one.unresolved:
+        if one.unresolved and one.value is not None:
             ax.plot(x, one.value, marker, color=shade, markersize=4, zorder=3, **_face(one))
         if one.low is not None and one.high is not None:
             ax.plot([x, x], [one.low, one.high], color=shade, linewidth=1, alpha=0.6)

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from figures import build, page
 from kvnotes import records
 from kvnotes.discover import ROOT
+from kvnotes.errors import UnknownName
 from kvnotes.records import Check, Record, Table
 
 LAYOUT = "table_field_first"
