@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from figures import style
-from kvnotes.records import Effect
+from kvnotes.records import Effect, HypothesisTest
 
 RECOVERY = "recovery R  (0: like base, 1: like target)"
 WIDEST = (-1.0, 2.0)  # an interval that goes on beyond the axis ends in an arrow
@@ -123,8 +123,14 @@ def numbers(one: Effect) -> str:
 def _words(one: Effect) -> str:
     verdict = one.test.conclusion.split(":")[0] if one.test is not None else ""
     about = {"equivalent": "=", "different": "\N{NOT EQUAL TO}"}.get(verdict, "")
-    goal = one.test.name.rsplit(" ", 1)[-1] if one.test is not None else ""
-    return f"{numbers(one)}  {about} {goal}".rstrip() if about else numbers(one)
+    return f"{numbers(one)}  {about} {_goal(one.test)}" if about and one.test is not None else numbers(one)
+
+
+def _goal(test: HypothesisTest) -> str:
+    """What a test holds the effect against: the value of an equivalence test, or what was drawn."""
+    if test.margin is not None:
+        return test.name.rsplit(" ", 1)[-1]  # "TOST about 0"
+    return "0" if test.name.startswith("sign flips") else "random"
 
 
 def _limits(rows: Sequence[Row], effects: Mapping[tuple[str, bool], Effect]) -> tuple[float, float]:

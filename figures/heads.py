@@ -114,10 +114,12 @@ def _papers_numbers(ax: Axes) -> None:
             mark.set(markerfacecolor="white", markeredgecolor=colour)
 
 
-def _left_of_nearest(at: int, named: Sequence[int], x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether a point lies left of the named one that is nearest in height: their labels go to opposite sides."""
+def _labelled_left(at: int, named: Sequence[int], x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether a point lies left of the named one that is nearest in height: their labels go to opposite sides, but
+    for a point beside the axis, which has no room on its left."""
     others = [other for other in named if other != at]
-    return bool(others) and bool(x[at] < x[min(others, key=lambda other: abs(y[other] - y[at]))])
+    room = x[at] > 0.1 * x.max()
+    return bool(others) and bool(room and x[at] < x[min(others, key=lambda other: abs(y[other] - y[at]))])
 
 
 def panel_attention(ax: Axes, rows: Sequence[Instance]) -> None:
@@ -131,7 +133,7 @@ def panel_attention(ax: Axes, rows: Sequence[Instance]) -> None:
     named = [at for at in np.argsort(-alone)[:LABELS] if alone[at] > 0.1 * alone.max()]
     for at in named:
         words = f"{at // per_layer}.{at % per_layer}"
-        side, offset = ("right", -4) if _left_of_nearest(at, named, most, alone) else ("left", 4)
+        side, offset = ("right", -4) if _labelled_left(at, named, most, alone) else ("left", 4)
         place = (most[at], alone[at])
         ax.annotate(words, place, (offset, 1), textcoords="offset points", ha=side, fontsize=7)
     ax.axhline(0, color=style.GREY, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from sample_record import make_record
 from typer.testing import CliRunner
 
-from figures import build, locality, style
+from figures import build, forest, locality, style
 from kvnotes import records
 from kvnotes.errors import UnknownName
-from kvnotes.records import Record
+from kvnotes.records import HypothesisTest, Record
 
 ALL = {
     "table_field_first": (0.04, 1.02),
@@ -284,3 +284,20 @@ def test_build_draws_what_it_is_asked_for(tmp_path: Path) -> None:
 def test_a_study_without_a_figure_is_named() -> None:
     with pytest.raises(UnknownName, match="unknown figure 'nothing'"):
         build.draw("nothing", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "margin", "words"),
+    [
+        ("TOST about 1", 0.1, "\N{NOT EQUAL TO} 1"),
+        ("the own components of 40 random directions, BH over 4", None, "\N{NOT EQUAL TO} random"),
+        ("slots permuted within their classes, 2000 times, BH over 5", None, "\N{NOT EQUAL TO} random"),
+        ("sign flips by scenario, BH over 12", None, "\N{NOT EQUAL TO} 0"),
+    ],
+)
+def test_a_row_says_what_its_test_held_the_effect_against(name: str, margin: float | None, words: str) -> None:
+    test = HypothesisTest(name=name, statistic=None, p=0.01, margin=margin, conclusion="different")
+    effect = make_record().summary.effects[0].model_copy(update={"name": "x", "gated": True, "test": test})
+    ax = Figure().subplots()
+    forest.panel(ax, [forest.Row(effect="x", label="x")], {("x", True): effect}, markers={})
+    assert [text.get_text().split("]  ")[-1] for text in ax.texts] == [words, "not measured"]
