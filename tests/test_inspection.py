@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sample_record import make_record, measured
 from typer.testing import CliRunner
 
 from kvnotes import config as configs
-from kvnotes import discover, export, measures, records, runner, verify
+from kvnotes import discover, export, listing, measures, proofs, records, runner, verify, vocabulary
 from kvnotes.cli import app
 from kvnotes.discover import ROOT
-from kvnotes.records import Record, Tokens
+from kvnotes.records import Check, Record, Tokens
+from probes import locality
+from tasks import gated
 
 RESULTS = ROOT / "results"
 LOCALITY = RESULTS / "qwen2.5-coder-0.5b" / "locality" / "table_field_first.json"
@@ -33,9 +37,14 @@ def run(*arguments: str | Path) -> tuple[int, str]:
 
 def wrong(path: Path) -> dict[str, list[str]]:
     """What `verify` finds wrong with a record, by part."""
+    return told(path, "wrong", "unreadable")
+
+
+def told(path: Path, *states: str) -> dict[str, list[str]]:
+    """What `verify` finds of these states, by part."""
     found: dict[str, list[str]] = {}
     for one in verify.verify(path).findings:
-        if one.state != "unchecked":
+        if one.state in states:
             found.setdefault(one.part, []).append(one.what)
     return found
 
@@ -87,6 +96,27 @@ def test_a_record_without_what_its_study_measures_now_is_stale(tmp_path: Path) -
     records.write(record.model_copy(update={"instances": old}), tmp_path / "m" / "locality" / "l.json")
     _, output = run("ls", "--results", tmp_path)
     assert "stale: no instance has margins, which the study now measures" in output
+
+
+def test_a_measure_that_a_model_cannot_give_makes_no_record_stale(tmp_path: Path) -> None:
+    """Class means need keys that can be moved; without them a fresh record of knockout has no `mean`."""
+    record = records.read(RESULTS / "qwen2.5-coder-0.5b" / "knockout" / "table_field_first.json")
+
+    def without(name: str) -> list[str]:
+        kept = [{k: v for k, v in one.measures.items() if k != name} for one in record.instances]
+        few = [one.model_copy(update={"measures": own}) for one, own in zip(record.instances, kept, strict=True)]
+        return [*listing.misfits(record.model_copy(update={"instances": tuple(few)}))]
+
+    assert without("mean") == []
+    assert without("block") == ["no instance has block, which the study now measures"]
+
+
+def test_a_record_whose_pairs_the_task_no_longer_makes_is_stale(monkeypatch) -> None:
+    record = records.read(LOCALITY)
+    gone = {one.scenario for one in record.instances[:1]}
+    monkeypatch.setattr(gated, "SCENARIOS", tuple(one for one in gated.SCENARIOS if one.id not in gone))
+    (why,) = listing.misfits(record)
+    assert re.match(r"the task makes other pairs of its settings now: \d+ of its 48 are among them", why)
 
 
 def test_every_committed_record_is_current() -> None:
@@ -183,6 +213,16 @@ def test_export_names_heads_by_layer_and_takes_no_attention_for_a_margin(tmp_pat
     assert {name for name, row in rows.items() if row["margin"] == ""} >= {
         "attention.heads.action.0", "per_layer.heads", "places.write.positions.0",
     }  # fmt: skip
+
+
+def test_export_gives_a_curve_up_to_a_layer_the_last_layer_that_is_edited(tmp_path: Path) -> None:
+    """`up_to` 1 is the base's cells in layer 0 alone; `from` 1 in layer 1 and above."""
+    export.write(
+        [one_record("knockout", **{"up_to": {"8": {"1": 4.0}}, "from": {"8": {"1": 0.0}}})], tmp_path / "t.csv"
+    )
+    rows = table(tmp_path / "t.csv")
+    assert [rows["up_to.8.1"][name] for name in ("layer", "recovery")] == ["0", "1.0"]
+    assert [rows["from.8.1"][name] for name in ("layer", "recovery")] == ["1", "0.5"]
 
 
 def test_export_of_a_committed_record_has_the_recoveries_that_it_has(tmp_path: Path) -> None:
@@ -300,6 +340,15 @@ def with_summary(record: Record) -> Record:
     return record.model_copy(update={"summary": runner.summary_of(study, record, LOCALITY)})
 
 
+def with_proofs(record: Record) -> Record:
+    """A thorough forger's step before: the checks and the noise floor that the changed instances give."""
+    made = proofs.identities([one for one in record.instances if one.status != "skipped"], locality.identities)
+    checks = tuple(one.model_copy(update={"value": made.get(one.name, one.value)}) for one in record.checks)
+    floor = max(made[proofs.DECODE], float(record.model.self_check[proofs.DECODE].value or 0.0))
+    model = record.model.model_copy(update={"noise_floor": floor})
+    return record.model_copy(update={"checks": checks, "model": model})
+
+
 def test_a_changed_mean_is_found(tmp_path: Path) -> None:
     def change(record: Record) -> Record:
         first, *rest = record.summary.effects
@@ -320,7 +369,8 @@ def test_a_changed_mean_is_found(tmp_path: Path) -> None:
 def test_a_dropped_instance_is_found_though_inclusion_and_summary_are_made_anew(tmp_path: Path) -> None:
     def change(record: Record) -> Record:
         kept = record.instances[1:]
-        return with_summary(record.model_copy(update={"instances": kept, "inclusion": records.count_inclusion(kept)}))
+        update = {"instances": kept, "inclusion": records.count_inclusion(kept)}
+        return with_summary(with_proofs(record.model_copy(update=update)))
 
     gone = records.read(LOCALITY).instances[0].id
     assert wrong(forged(tmp_path, change)) == {"instances": [f"{gone} is missing: the settings give it"]}
@@ -476,19 +526,250 @@ def test_an_array_file_that_is_another_is_found(tmp_path: Path) -> None:
     assert "its SHA-256 is not the one in" in found["arrays"][0]
 
 
-def test_a_summary_of_older_code_is_called_so(tmp_path: Path) -> None:
+# --- verify: what a forger may forget -----------------------------------------------------------------------
+
+
+def with_model(**update: Any) -> Callable[[Record], Record]:
+    return lambda record: record.model_copy(update={"model": record.model.model_copy(update=update)})
+
+
+def with_summary_of(**update: Any) -> Callable[[Record], Record]:
+    return lambda record: record.model_copy(update={"summary": record.summary.model_copy(update=update)})
+
+
+def with_checks(change: Callable[[dict[str, Check]], dict[str, Check]]) -> Callable[[Record], Record]:
+    def changed(record: Record) -> Record:
+        return record.model_copy(update={"checks": tuple(change({one.name: one for one in record.checks}).values())})
+
+    return changed
+
+
+def with_first(**update: Any) -> Callable[[Record], Record]:
+    """Other fields of the first instance."""
+
+    def change(record: Record) -> Record:
+        first, *rest = record.instances
+        return record.model_copy(update={"instances": (first.model_copy(update=update), *rest)})
+
+    return change
+
+
+def test_an_effect_that_stands_twice_is_no_record(tmp_path: Path) -> None:
+    """The first would be drawn, the last compared."""
+    data = json.loads(LOCALITY.read_text())
+    first = data["summary"]["effects"][0]
+    data["summary"]["effects"].insert(0, first | {"estimate": 0.5, "high": 0.6})
+    (tmp_path / "r.json").write_text(json.dumps(data))
+    code, output = run("verify", tmp_path / "r.json")
+    assert code == 2
+    assert "the effect 'field_only' (table_field_first, gated) occurs more than once" in output
+
+
+def test_effects_in_another_order_are_found(tmp_path: Path) -> None:
+    change = with_summary_of(effects=records.read(LOCALITY).summary.effects[::-1])
+    assert wrong(forged(tmp_path, change)) == {"summary": ["effects: they stand in another order than recomputed"]}
+
+
+@pytest.mark.parametrize("dropped", [None, *proofs.IDENTITIES, "notes-only equals its mirror image"])
+def test_checks_that_are_left_out_are_found(dropped: str | None, tmp_path: Path) -> None:
+    def without(checks: dict[str, Check]) -> dict[str, Check]:
+        return {} if dropped is None else {name: one for name, one in checks.items() if name != dropped}
+
+    found = wrong(forged(tmp_path, with_checks(without)))
+    assert [*found] == ["checks"]
+    assert any((dropped or proofs.PREFIX) in what for what in found["checks"])
+
+
+@pytest.mark.parametrize(
+    ("name", "update", "what"),
+    [
+        ("notes-only equals its mirror image", {"value": 0.0}, "is 0 in the record, "),
+        (proofs.EMPTY, {"value": 2e-4}, "is 0.0002 (bound 0.0001), and said to have passed"),
+        (proofs.WHOLE, {"bound": 1.0}, "is 1.0, 0.0001 is wanted"),
+        (proofs.DECODE, {"value": 0.0}, "is 0 in the record, "),
+    ],
+)
+def test_a_check_with_another_value_or_bound_is_found(name, update, what, tmp_path: Path) -> None:
+    found = wrong(forged(tmp_path, with_checks(lambda all_: all_ | {name: all_[name].model_copy(update=update)})))
+    assert [*found] == ["checks"]
+    assert any(name in one and what in one for one in found["checks"])
+
+
+@pytest.mark.parametrize(
+    ("name", "update", "what"),
+    [
+        (proofs.BRIDGE, {"value": 0.5}, "is 0.5 (bound 0.002), and said to have passed"),
+        (proofs.EDIT, {"value": 0.0}, "is 0.0 (bound 0.00024"),
+        (proofs.MASKS, {"bound": 5.0}, "is 5.0, 0.002 is wanted"),
+        (proofs.HOOK, {"bound": -1.0}, "is -1.0, 0.00024"),
+        (proofs.SAME, None, "is missing"),
+    ],
+)
+def test_a_self_check_that_does_not_hold_is_found(name, update, what, tmp_path: Path) -> None:
+    own = dict(records.read(LOCALITY).model.self_check)
+    made = own.pop(name)
+    own |= {} if update is None else {name: made.model_copy(update=update)}
+    found = wrong(forged(tmp_path, with_model(self_check=own)))
+    assert [*found] == ["checks"]
+    assert any(name in one and what in one for one in found["checks"])
+
+
+def test_a_noise_floor_other_than_the_noise_is_found(tmp_path: Path) -> None:
+    """Raised, all effects would be unresolved, and no one would say that the raised floor is the reason."""
+
+    def change(record: Record) -> Record:
+        return with_summary(with_model(noise_floor=0.5)(record))
+
+    floor = f"{records.read(LOCALITY).model.noise_floor:.9g}"
+    assert wrong(forged(tmp_path, change)) == {"checks": [f"noise floor is 0.5 in the record, {floor} recomputed"]}
+
+
+def test_another_title_span_recovery_and_note_are_found(tmp_path: Path) -> None:
+    first = records.read(LOCALITY).instances[0]
+    other = {"action.base": "action.target", "action.target": "action.base"}
+    spans = {other.get(name, name): ranges for name, ranges in first.spans.items()}
+    nulled = {**first.measures, "recovery": {**first.measures["recovery"], "notes_only": None}}
+    without = {**first.measures, "recovery": None}
+    note = f"{runner.RECOMPUTED}{'0' * 40} and found to hold"
+    changes = [
+        ("title", lambda record: record.model_copy(update={"title": "Locality: proved"})),
+        ("tokens", with_first(spans=spans)),
+        ("measures", with_first(measures=nulled)),
+        ("measures", with_first(measures=without)),
+        ("summary", with_summary_of(notes=(note,))),
+    ]
+    for part, change in changes:
+        assert [*wrong(forged(tmp_path, change))] == [part]
+    assert wrong(forged(tmp_path, with_summary_of(notes=(note[: -len(" and found to hold")],)))) == {}
+
+
+def test_texts_that_are_not_the_prompts_are_found(tmp_path: Path) -> None:
+    source = RESULTS / "smollm2-135m" / "locality" / "table_field_first.json"
+    record = records.read(source)
+    try:
+        texts = vocabulary.of_record(record)
+    except vocabulary.NoTokenizer as missing:
+        pytest.skip(str(missing))
+
+    def change(words: dict[str, str]) -> dict[str, list[str]]:
+        return wrong(forged(tmp_path, lambda one: one.model_copy(update={"vocabulary": words}), source=source))
+
+    assert change(texts) == {}
+    tokens = record.instances[0].tokens
+    assert tokens is not None
+    found = change({**texts, str(tokens.changed and tokens.base[tokens.changed[0]]): "elsewhere"})
+    assert [*found] == ["vocabulary"]
+    assert found["vocabulary"][0] == f"{record.instances[0].id}: the texts of its tokens are not its prompt"
+    told_action = change({**texts, str(tokens.target_action): "elsewhere"})
+    assert any("does not begin with 'elsewhere'" in what for what in told_action["vocabulary"])
+
+
+# --- verify: what it cannot know ----------------------------------------------------------------------------
+
+
+def test_what_no_registry_holds_is_said_not_to_be_checked(tmp_path: Path) -> None:
+    code, output = run("verify", LOCALITY)
+    assert code == 0
+    assert "  model: not checked: tokenizer_sha256, files_sha256: the registry has none" in output
+    settings = {**records.read(LOCALITY).provenance.config, "model": "own"}
+    made = records.read(LOCALITY).provenance.model_copy(
+        update={"config": settings, "config_hash": configs.hash_of(settings)}
+    )
+    path = forged(tmp_path, lambda one: with_model(name="own")(one.model_copy(update={"provenance": made})))
+    code, output = run("verify", path)
+    assert code == 0
+    hashes = "weights_sha256, tokenizer_sha256, files_sha256"
+    assert f"  model: not checked: {hashes}: own is no model of the registry" in output
+
+
+def test_a_summary_that_was_not_made_again_is_no_record_that_holds(monkeypatch) -> None:
+    def missing(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+
+    monkeypatch.setattr(runner, "summary_of", missing)
+    code, output = run("verify", LOCALITY)
+    assert code == 2
+    assert f"partly {LOCALITY}" in output
+    assert "  summary: not checked: sklearn is not installed" in output
+    left, gate = verify.Finding(part="summary", what="", state="unchecked"), verify.Finding(part="gate", what="")
+    assert verify.code([left, gate]) == 1  # what is wrong is wrong all the same
+
+
+def test_records_of_a_study_that_is_gone_are_not_passed_over(results: Path) -> None:
+    (results / "m" / "bench").mkdir()
+    (results / "m" / "bench" / "b.json").write_text('{"schema": "another"}')
+    assert {path.relative_to(results / "m").as_posix() for path in listing.collect([results])} == {
+        "locality/good.json", "locality/older.json", "locality/damaged.json", "locality/gone.json", "lost/l.json",
+    }  # fmt: skip
+    found = told(results / "m" / "lost" / "l.json", "wrong")
+    assert any("unknown study 'lost'" in what for what in found["settings"])
+
+
+def test_the_differences_that_are_shown_are_the_first(tmp_path: Path) -> None:
+    def change(record: Record) -> Record:
+        return record.model_copy(
+            update={"instances": tuple(one.model_copy(update={"seed": 7}) for one in record.instances)}
+        )
+
+    first = [one.id for one in records.read(LOCALITY).instances[: verify.MOST]]
+    found = wrong(forged(tmp_path, change))["instances"]
+    assert found == [*(f"{name}: seed is 7 in the record, 0 recomputed" for name in first), "and 43 more"]
+
+
+# --- verify: older code -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", [True, False, None])
+def test_a_summary_of_older_code_is_called_so(changed: bool | None, tmp_path: Path, monkeypatch) -> None:
     def change(record: Record) -> Record:
         first, *rest = record.summary.effects
-        summary = record.summary.model_copy(
-            update={"effects": (first.model_copy(update={"label": "as it was called"}), *rest)}
-        )
-        return record.model_copy(update={"summary": summary})
+        return with_summary_of(effects=(first.model_copy(update={"label": "as it was called"}), *rest))(record)
 
+    monkeypatch.setattr(verify, "changed_since", lambda *_: changed)
     path = forged(tmp_path, change)
-    found = wrong(path)["summary"]
-    if (ROOT / ".git").exists() and len(found) > 1:  # without the history nothing is known of the code's age
-        assert found[-1].startswith("the summary is of older code: it was made at commit ")
-        assert found[-1].endswith(f"`kvnotes summarise {path}` makes it anew.")
-    assert found[0] == 'effects: field_only (table_field_first, gated): label is "as it was called" in the record, ' + (
-        '"field-only recovery" recomputed'
+    what = 'label is "as it was called" in the record, "field-only recovery" recomputed'
+    assert wrong(path) == {"summary": [f"effects: field_only (table_field_first, gated): {what}"]}
+    commit = (records.read(LOCALITY).provenance.git_commit or "")[:12]
+    hint = (
+        f"the summary is of older code: it was made at commit {commit}, and the code has changed since. "
+        f"If nobody changed its numbers, `kvnotes summarise {path}` makes it anew."
     )
+    assert told(path, "hint") == ({"summary": [hint]} if changed else {})
+    code, output = run("verify", path)
+    assert code == 1
+    assert (hint in output) is bool(changed)
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_pairs_of_an_older_task_are_called_so_and_nothing_else_is_held_against_them(changed, monkeypatch) -> None:
+    """As after docs/add-a-scenario.md: the seed shuffles other scenarios, so the settings give other pairs."""
+    gone = {one.scenario for one in records.read(LOCALITY).instances[:1]}
+    monkeypatch.setattr(gated, "SCENARIOS", tuple(one for one in gated.SCENARIOS if one.id not in gone))
+    monkeypatch.setattr(verify, "changed_since", lambda _, sources: changed and sources == ("tasks",))
+    assert [*wrong(LOCALITY)] == ["instances"]
+    hints = told(LOCALITY, "hint")
+    assert [*hints] == (["instances"] if changed else [])
+    if changed:
+        assert hints["instances"][0].startswith("the task's code has changed since the record's commit ")
+    assert run("verify", LOCALITY)[0] == 1
+
+
+def test_whether_code_changed_since_a_commit_is_read_from_its_history(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        named = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        done = subprocess.run(["git", *named, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    for folder in ("tasks", "docs"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text("first")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "docs" / "a.txt").write_text("second")
+    assert verify.changed_since(commit, ["tasks"], root=tmp_path) is False
+    (tmp_path / "tasks" / "a.txt").write_text("second")
+    assert verify.changed_since(commit, ["tasks"], root=tmp_path) is True
+    assert verify.changed_since("0" * 40, ["tasks"], root=tmp_path) is None
+    assert verify.changed_since("--output=x", ["tasks"], root=tmp_path) is None

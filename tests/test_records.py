@@ -311,6 +311,19 @@ def test_an_invalid_record_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "r.json").exists()
 
 
+def test_an_effect_that_stands_twice_is_not_written(tmp_path: Path) -> None:
+    """Of one name, layout and gate there is one: a figure takes the first, a reader by name the last."""
+    record = make_record()
+    first = record.summary.effects[0]
+    twice = record.summary.model_copy(update={"effects": (*record.summary.effects, first)})
+    with pytest.raises(RecordError, match=r"field_only.*\(table_field_first, gated\) occurs more than once"):
+        records.write(record.model_copy(update={"summary": twice}), tmp_path / "r.json")
+    other = record.summary.model_copy(
+        update={"effects": (*record.summary.effects, first.model_copy(update={"layout": "paper"}))}
+    )
+    assert records.write(record.model_copy(update={"summary": other}), tmp_path / "r.json").content_hash
+
+
 def test_a_large_measure_belongs_in_a_file_beside(tmp_path: Path) -> None:
     record = make_record()
     first = record.instances[0].model_copy(update={"measures": {"map": [0.123456] * 700_000}})

@@ -149,6 +149,16 @@ def test_diff_names_parts_that_no_table_shows(save) -> None:
     assert "also different: checks" in output
 
 
+def test_diff_names_another_plan_and_other_token_texts(save) -> None:
+    record = make_record()
+    texts = {str(i): "x" for i in records.token_ids(record.instances)}
+    first = save("a.json", record.model_copy(update={"plan": {"l": {"folds": {}}}}))
+    other = save("b.json", record.model_copy(update={"plan": {"l": {"folds": {"a": 1}}}, "vocabulary": texts}))
+    code, output = run("diff", first, other)
+    assert code == 1
+    assert "also different: plan, vocabulary" in output
+
+
 # --- errors and speed ---------------------------------------------------------------------------------------
 
 

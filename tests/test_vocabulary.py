@@ -96,6 +96,35 @@ def test_a_piece_keeps_its_space_and_holds_no_control_character():
     }
 
 
+LOST = "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("texts", "prompt", "expected"),
+    [
+        (["<s>", "state", ": ok"], "state: ok", True),  # a special token before the prompt
+        (["state", ": ok"], "state: ok", True),
+        (["<s>", "<s>", "state", ": ok"], "state: ok", False),
+        (["state", ": no"], "state: ok", False),
+        (["state", ":"], "state: ok", False),
+        (["caf", LOST, LOST, "s"], "caf\u00e9s", True),  # two tokens of one character
+        (["caf", LOST, "s"], "cafes", False),  # which is no character of any other alphabet
+        (["<s>", " state", ":", "ok"], "state: ok", None),  # SentencePiece's own space, and one that is nobody's
+        (["STATE", ": ok"], "state: ok", None),
+        ([], "state: ok", False),
+    ],
+)
+def test_texts_make_a_prompt_or_all_but_its_white_space(texts, prompt, expected):
+    assert vocabulary.spell(texts, prompt) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("den", True), (" deny", True), ("deny", True), ("denys", False), ("app", False)]
+)
+def test_a_first_tokens_text_begins_its_word(text, expected):
+    assert vocabulary.begins(text, "deny") is expected
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """A cache that holds the tokenizer of a model called `tiny-model`."""
