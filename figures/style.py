@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,8 @@ import matplotlib as mpl
 import yaml
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -30,6 +32,7 @@ MODEL_COLOURS = (BLUE, VERMILLION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#332
 MODEL_MARKERS = ("o", "s", "^", "v", "P", "X", "p", "*", "h")
 DPI = 150
 _CAPTION_SIZE, _LINE_SPACING = 7.5, 1.35
+_DATES = ("CreationDate", "Creator", "Producer")  # what a PDF says of when and by what it was made
 _SETTINGS: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine draws the same letters
     "font.size": 9,
@@ -156,13 +159,16 @@ def save(figure: Figure, path: Path) -> list[Path]:
     """
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # laid out once, not again for each kind of file
+    figure.set_facecolor("white")
     files = []
-    for kind, metadata in (
-        ("png", {"Software": None}),
-        ("pdf", {"CreationDate": None, "Creator": None, "Producer": None}),
-    ):
+    # the canvases' own writers draw once, where savefig draws a first time for a layout that is made already
+    writers: dict[str, Callable[[io.BytesIO], object]] = {
+        "png": lambda to: FigureCanvasAgg(figure).print_png(to, metadata={"Software": None}),
+        "pdf": lambda to: FigureCanvasPdf(figure).print_pdf(to, metadata=dict.fromkeys(_DATES)),
+    }
+    for kind, write in writers.items():
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
+        write(buffer)
         files.append(path.with_name(f"{path.name}.{kind}"))
         write_atomically(buffer.getvalue(), files[-1])
     return files
