@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -268,6 +270,18 @@ def test_a_pdf_holds_text_and_no_date(tmp_path: Path) -> None:
     assert b"CreationDate" not in pdf.read_bytes()
     assert b"/Subtype /Type3" not in pdf.read_bytes()
     assert b"Matplotlib" not in png.read_bytes()
+
+
+def test_a_pdfs_fonts_hold_glyphs_and_no_tables_for_setting_text(tmp_path: Path) -> None:
+    """A TrueType file opens with the number of its tables, then 16 bytes a table, its name first."""
+    _, pdf = build.draw_record(make_record(), tmp_path / "m" / "locality" / "paper.json", tmp_path / "out")
+    streams = re.findall(rb"/Length1 \d+.*?stream\r?\n(.*?)endstream", pdf.read_bytes(), re.DOTALL)
+    fonts = [zlib.decompress(one) for one in streams]
+    assert fonts
+    for font in fonts:
+        held = {font[12 + 16 * at : 16 + 16 * at] for at in range(int.from_bytes(font[4:6]))}
+        assert b"glyf" in held
+        assert not held & {b"GSUB", b"GPOS", b"GDEF"}
 
 
 def test_build_draws_what_it_is_asked_for(tmp_path: Path) -> None:
