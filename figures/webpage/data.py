@@ -193,7 +193,7 @@ def _row(one: Effect) -> Row:
         estimate=style.number(one.estimate),
         interval=ends,
         n=f"{one.n} ({one.clusters})",
-        test="" if one.test is None else one.test.conclusion,
+        test="" if one.test is None else f"{one.test.conclusion} ({one.test.name})",
         control=one.control,
         unresolved=one.unresolved,
         warning=one.warning or "",
