@@ -186,7 +186,7 @@ def test_limits_of_a_number_stand_in_its_row(results):
     effects = (made.summary.effects[0].model_copy(update=limits), *made.summary.effects[1:])
     put(results, made.model_copy(update={"summary": made.summary.model_copy(update={"effects": effects})}))
     words = Text(rendered(results, "limited")).words
-        test = "equivalent to 0 within 0.1 (equivalence (TOST))"
+    test = "equivalent to 0 within 0.1 (equivalence (TOST))"
     assert f"field-only 0.05 [\N{MINUS SIGN}0.03, 0.13] 4 (2) {test} unresolved {limits['warning']} notes-only" in words
 
 
