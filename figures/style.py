@@ -21,6 +21,7 @@ from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 
 from kvnotes.records import Record, write_atomically
 
@@ -141,8 +142,9 @@ def caption(record: Record) -> str:
 def add_footer(figure: Figure, *, handles: Sequence[Artist], columns: int, lines: Sequence[str]) -> None:
     """Make a figure taller by a legend and, under it, paragraphs of small text wrapped to its width."""
     body, wide = figure.get_figheight(), int(figure.get_figwidth() * 72 / (_CAPTION_SIZE * 0.56))
-    text = "\n".join(textwrap.fill(line, wide) for line in lines)
-    caption_height = 0.14 + (text.count("\n") + 1) * _CAPTION_SIZE * _LINE_SPACING / 72
+    small = [part for line in lines for part in textwrap.wrap(line, wide)]
+    step = _CAPTION_SIZE * _LINE_SPACING / 72
+    caption_height = 0.14 + len(small) * step
     legend_height = 0.12 + 0.19 * math.ceil(len(handles) / columns) if handles else 0.0
     height = body + caption_height + legend_height
     figure.set_figheight(height)
@@ -151,8 +153,10 @@ def add_footer(figure: Figure, *, handles: Sequence[Artist], columns: int, lines
         anchor = (0.0, caption_height / height)
         legend = figure.legend(handles=handles, loc="lower left", bbox_to_anchor=anchor, ncols=columns)
         legend.set_in_layout(False)
-    note = figure.text(0.01, (caption_height - 0.04) / height, text, fontsize=_CAPTION_SIZE, color=GREY)
-    note.set(verticalalignment="top", linespacing=_LINE_SPACING, in_layout=False)
+    for at, part in enumerate(small):  # a text each: of several lines in one, matplotlib forgets what `save` sets
+        place = (caption_height - 0.04 - at * step) / height
+        note = figure.text(0.01, place, part, fontsize=_CAPTION_SIZE, color=GREY)
+        note.set(verticalalignment="top", in_layout=False)
 
 
 @contextmanager
@@ -176,7 +180,11 @@ def save(figure: Figure, path: Path) -> list[Path]:
     Raises:
         RecordError: if a file cannot be written.
     """
-    figure.draw_without_rendering()
+    for text in figure.findobj(Text):
+        # without ligatures: a PDF would embed each font a second time for them, and "field" is found as it is typed
+        text.set_fontfeatures(["-liga"])
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
     figure.set_layout_engine("none")  # laid out once, not again for each kind of file
     figure.set_facecolor("white")
     files = []

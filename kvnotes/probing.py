@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -402,11 +403,22 @@ def _many_aucs(scores: Floats, up: Bools) -> Floats:
 # --- layers -----------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small products on one thread: on a busy machine threads that wait for each other take five times as long."""
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield
+
+
+@one_thread()
 def fit_layers(x: NDArray[Any], prompts: Prompts) -> list[Scores]:
     """A cross-fitted probe a layer; x is [prompts, layer, width]."""
     return [cross_fit(x[:, layer], prompts) for layer in range(x.shape[1])]
 
 
+@one_thread()
 def null_layers(x: NDArray[Any], prompts: Prompts, flips: Floats) -> list[Null]:
     """The permutation null of every layer, under the same permutations; x is [prompts, layer, width]."""
     return [null(x[:, layer], prompts, flips) for layer in range(x.shape[1])]
